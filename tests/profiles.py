@@ -8,7 +8,16 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from appliance.quant.files import PROFILE_FILE, LayerError, Memory, Origin, Predicted, Settings, read_file_header
+from appliance.quant.files import (
+    PROFILE_FILE,
+    LayerError,
+    Memory,
+    NotSmoothed,
+    Origin,
+    Predicted,
+    Settings,
+    read_file_header,
+)
 from appliance.quant.profile import ACTIVATION, INPUT_SCALE, OUTPUT_SCALE, Profile, load_smoothing
 from appliance.terms.schemes import Scheme
 
@@ -33,6 +42,8 @@ def read_profile(folder: Path) -> Profile:
             for each in header["layers"]
         ),
         predicted=Predicted(**header["predicted"]) if header["predicted"] else None,
+        architecture=header["architecture"],
+        not_smoothed=tuple(NotSmoothed(**each) for each in header["not_smoothed"]),
         memory=Memory(**header["memory"]) if header["memory"] else None,
         activations=parts[ACTIVATION],
         input_scales=parts[INPUT_SCALE],

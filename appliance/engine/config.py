@@ -45,7 +45,7 @@ from appliance.engine.int8 import Int8LinearMethod
 from appliance.engine.quantised import Quantising
 from appliance.engine.tensor_slots import part_names
 from appliance.errors import EngineError
-from appliance.quant.files import kept_layers
+from appliance.quant.files import kept_layers, made_of_another_class, read_file_header
 from appliance.terms.families import FUSED_LAYERS, why_unknown
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import METHOD_NAME, Quantisation, quantisation_from_config
@@ -174,12 +174,15 @@ class ApplianceConfig(QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Check the model's configuration, with which vLLM calls this in the process that starts the engine. Raises
-        EngineError for a model without an architecture, and for a profile of a family that has no row in the list."""
+        EngineError for a model without an architecture, and for a profile that was made of another class."""
         architectures = getattr(hf_config, "architectures", None) or ()
         if not architectures:
             raise EngineError(f"{model_name}: {why_unknown(architectures)}", hint=HINT)
-        if self.quantisation.profile and (why := why_unknown(architectures)):
-            raise EngineError(f"{model_name}: {why}", hint="start the engine without a profile")
+        if profile := self.quantisation.profile:
+            header = read_file_header(Path(profile))
+            if why := made_of_another_class(header, architectures=architectures):
+                hint = "make one of this model with `appliance profile`, or start the engine without a profile"
+                raise EngineError(f"{model_name}: the profile {profile}: {why}", hint=hint)
 
     def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of a layer; None: vLLM's own choice for that kind of layer. Raises EngineError, or

@@ -323,7 +323,7 @@ class _Rollouts:
 def _plan_rollouts(facts: _Facts, *, book: derive.Book) -> _Rollouts:
     recipe, shape = facts.recipe, facts.shape
     rollout = engines.plan_rollout(recipe, automatic=facts.automatic, book=book)
-    profile = engines.plan_profile(recipe, rollout=rollout, run_dir=facts.run_dir, shape=shape)
+    profile = engines.plan_profile(recipe, rollout=rollout, run_dir=facts.run_dir)
     quantization = engines.plan_quantization(recipe, rollout=rollout, profile=profile, shape=shape, book=book)
     if recipe.rollout.replicas:
         book.note("rollout.replicas", ", ".join(rollout.replicas), "one scheme per engine, the list repeated in order")

@@ -14,9 +14,9 @@ from appliance.plan.derive import Book
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
 from appliance.record.plan import ProfilePlan, RunPlan, WeightsPlan
-from appliance.settings.sections import NO_PROFILE, Guard, Quantization, Rollout, SchemeChange
+from appliance.settings.sections import Guard, Quantization, Rollout, SchemeChange
 from appliance.terms.devices import AUTO
-from appliance.terms.families import EXPERTS, unlisted
+from appliance.terms.families import EXPERTS
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import OldLogProbs
 from appliance.terms.shapes import ModelShape, read_shape
@@ -64,15 +64,7 @@ def plan_quantization(
     if profile is not None:
         where_from = "made from the model and prompts of the task, or found in the cache from an earlier run"
         book.note("quantization.profile", profile_setting, where_from if profile_setting == AUTO else "as given")
-    elif (without_row := _without_row(shape)) and profile_setting == AUTO and rollout.scheme.spec.takes_profile:
-        why = f"{without_row} has no row in the list of families: no smoothing; its structure is checked at the start"
-        book.note("quantization.profile", NO_PROFILE, why)
     return recipe.quantization.replace(prove_every=prove_every)
-
-
-def _without_row(shape: ModelShape | None) -> str:
-    """Name the architecture of a model that the list of families does not have; empty for others."""
-    return unlisted(shape.architectures) if shape else ""
 
 
 def _prove_every(recipe: Recipe, *, shape: ModelShape | None) -> tuple[int, str]:
@@ -84,14 +76,13 @@ def _prove_every(recipe: Recipe, *, shape: ModelShape | None) -> tuple[int, str]
     return _PROVE_EVERY, f"1/{_PROVE_EVERY} of the quantised layers is proven at each sync, all of them at the first"
 
 
-def plan_profile(recipe: Recipe, *, rollout: Rollout, run_dir: Path, shape: ModelShape | None) -> ProfilePlan | None:
+def plan_profile(recipe: Recipe, *, rollout: Rollout, run_dir: Path) -> ProfilePlan | None:
     """Plan the run's profile; None where no engine uses one. rollout: the plan's."""
     quantization = recipe.quantization
     scheme = next((scheme for scheme in rollout.replicas if quantization.uses_profile(scheme)), None)
-    is_made = quantization.profile == AUTO
-    if scheme is None or (is_made and _without_row(shape)):
+    if scheme is None:
         return None
-    source = "" if is_made else str(full_path(quantization.profile))
+    source = "" if quantization.profile == AUTO else str(full_path(quantization.profile))
     return ProfilePlan(folder=str(run_dir / PROFILE_FOLDER), source=source, scheme=scheme)
 
 

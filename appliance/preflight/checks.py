@@ -253,7 +253,6 @@ def _without_row(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
     has_class = bool(shape.architectures)  # else all that is said is that
     asks = (
         ("model.path", not has_class or shape.has_experts, "use a model of the list"),
-        ("quantization.profile", plan.profile is not None, "use `none`"),
         ("trainer.forward", plan.trainer.quantises, "use `bf16`"),
         ("optimizer.norm_fed_lr_scale", plan.optimizer.norm_fed_lr_scale != 1, "leave it out"),
         ("model.lora.sync", plan.sends_adapters, "use `merge`"),

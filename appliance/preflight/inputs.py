@@ -22,7 +22,7 @@ from appliance.preflight.disk import Disks, Written, read_disks, read_written
 from appliance.preflight.mismatch import Expected, expected_of
 from appliance.preflight.template import TemplateChild
 from appliance.preflight.weights import WeightsChild, WeightsFacts, folder_of_weights
-from appliance.quant.files import PROFILE_FILE, SMOOTHING, read_file_header, tensor_shapes
+from appliance.quant.files import PROFILE_FILE, SMOOTHING, made_of_another_class, read_file_header, tensor_shapes
 from appliance.quant.headers import Damage, damage, missing_shards
 from appliance.quant.uaq import layers_to_scale
 from appliance.record.attestations import version_of
@@ -35,6 +35,7 @@ from appliance.tasks.templates import TemplateFacts
 from appliance.tasks.tools import read_tools, tools_request
 from appliance.tasks.user_code import ChildOutput, run_child
 from appliance.terms.devices import StoredResult
+from appliance.terms.families import name_when_fused
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import ModelShape, read_shape
 
@@ -306,35 +307,45 @@ def profile_problem(plan: RunPlan) -> str:
         return f"{source / PROFILE_FILE}: its header cannot be used: {type(error).__name__}: {error}"
     if (scheme := Scheme(header["scheme"])) is not plan.profile.scheme:
         return f"{source}: a profile for `{scheme}`, and the plan's scheme is `{plan.profile.scheme}`"
-    return _of_another_model(header["smoothing"], channels, source=source, model=Path(plan.weights.name_or_path))
+    model = Path(plan.weights.name_or_path)
+    shape = read_shape(model / "config.json")
+    if shape and (why := made_of_another_class(header, architectures=shape.architectures)):
+        return f"{source}: of another model: {why}"
+    return _of_another_model(header["smoothing"], channels, source=source, model=model, shape=shape)
 
 
 def _of_another_model(
-    groups: list[dict[str, Any]], channels: dict[str, tuple[int, ...]], *, source: Path, model: Path
+    groups: list[dict[str, Any]],
+    channels: dict[str, tuple[int, ...]],
+    *,
+    source: Path,
+    model: Path,
+    shape: ModelShape | None,
 ) -> str:
     """What the profile smooths and the model has not; nothing of a model that is not here yet, or cannot be read.
-    channels: of each group's norm or linear layer that is divided."""
+    channels: of each group's norm or linear layer that is divided.  shape: of the model."""
     try:
         have = tensor_shapes(model) if model.is_absolute() else {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return ""  # the model's own finding
-    shape = read_shape(model / "config.json")
     for group in groups if have else ():
         name = group["source"]
-        rows = channels[name][0]
-        if name not in have:
+        rows, stored = channels[name][0], name if name in have else name_when_fused(name)
+        if stored not in have:
             return f"{source}: of another model: it smooths {name}, which {model} does not have"
-        if have[name][:1] != (rows,):
-            return f"{source}: of another model: {name} has {rows} channels there and {list(have[name])} in {model}"
+        is_last = stored != name and have[stored][0] >= rows  # the last rows of a fused layer
+        if have[stored][:1] != (rows,) and not is_last:
+            return f"{source}: of another model: {name} has {rows} channels there and {list(have[stored])} in {model}"
         if shape and group["head_dim"] not in (0, shape.head_size):  # files of the same sizes, and another function
             return (
                 f"{source}: of another model: its heads have {group['head_dim']} channels, {model}'s {shape.head_size}"
             )
         columns = rows * group["readers_of_head"]
-        for linear in (each for each in group["linears"] if each in have):  # experts have several kinds of names
-            if have[linear][-1:] != (columns,):
-                shape = list(have[linear])
-                return f"{source}: of another model: {linear} reads {columns} channels there and is {shape} in {model}"
+        for linear in group["linears"]:
+            sizes = have.get(linear, have.get(name_when_fused(linear), (columns,)))  # experts have other names, too
+            if sizes[-1:] != (columns,):
+                fact = f"{linear} reads {columns} channels there and is {list(sizes)} in {model}"
+                return f"{source}: of another model: {fact}"
     return ""
 
 

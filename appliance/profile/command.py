@@ -233,6 +233,8 @@ def _note_prediction(plan: RunPlan, *, folder: Path) -> None:
     stored = stored_result(plan, host=read_host(run_dir))
     if plan.profile is None or plan.profile.source:
         return
+    for reason in _not_smoothed(read_file_header(folder)):
+        append_event(run_dir, kind="note", what=f"not smoothed: {reason}", why="quantization.smoothing")
     shape = model_shape(plan.model, weights=plan.weights)
     for finding in judge_mismatch(plan, expected=expected_of(folder), shape=shape, stored=stored):
         if finding.severity is Severity.WARNING:
@@ -341,6 +343,8 @@ def table(header: dict[str, Any], *, folder: str, model: str = "") -> list[str]:
     name here; empty: the name that it had where the profile was made."""
     origin = f"{model or header['model'] or 'a model'}{'@' + header['revision'] if header['revision'] else ''}"
     rows = [("smoothing", _smoothing(header))]
+    if reasons := _not_smoothed(header):
+        rows.append(("not smoothed", "; ".join(reasons)))
     if header["layers"]:
         rows.append(("kept in BF16", _describe_bf16_layers(header)))
     if predicted := header["predicted"]:
@@ -382,8 +386,20 @@ def _smoothing(header: dict[str, Any]) -> str:
         return f"{_sources(header)}, as the donor has it, to the nearest powers of two"
     if not strength:
         return "off"
-    extent = "each with every layer that reads it; smoothing others would gain nothing"
+    rest = "smoothing others would gain nothing"
+    if header.get("not_smoothed"):
+        rest = "smoothing others would gain nothing or change what the model computes"
+    extent = f"each with every layer that reads it; {rest}"
     return f"strength {strength:g}: {_sources(header)}, {extent}"
+
+
+def _not_smoothed(header: dict[str, Any]) -> list[str]:
+    """`q_norm, k_norm: why`: what smoothing cannot divide, by the names that it has in a decoder layer."""
+    names_by_reason: dict[str, dict[str, None]] = {}
+    for layer in header.get("not_smoothed", ()):
+        name = layer["source"].rpartition(".")[2]
+        names_by_reason.setdefault(layer["why"], {})[name] = None
+    return [f"{', '.join(names)}: {why}" for why, names in names_by_reason.items()]
 
 
 def _sources(header: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from appliance.terms.schemes import Scheme
 PROFILES_FOLDER = "profiles"  # in the cache
 _RESPONSE_TOKENS = 48  # of the model's own: what they cost is a pass over its weights for each
 _HASHES = "hashes.json"  # in the cache
-_VERSION = 5  # raise it when the same inputs give another profile
+_VERSION = 6  # raise it when the same inputs give another profile
 _PLACES = {"schemas_file", "target", "report_dir", "cache_dir", "model", "revision", "parquet", "trust_remote_code"}
 
 

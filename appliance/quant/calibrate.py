@@ -71,8 +71,8 @@ def calibrate(
     sequences: token ids, each of at least one token.  prompt_tokens: of each sequence, how many no response has; empty:
     the mismatch of all but the first counts.  on_layer: called after every layer of every pass over the text, as
     `Views` has it.
-    Raises EngineError for a model of an unknown family or a checkpoint that is not whole, NumericsError when a weight
-    or an activation is not finite.
+    Raises EngineError for a model in which there is no path from embeddings through decoder layers to a head, or a
+    checkpoint that is not whole, NumericsError when a weight or an activation is not finite.
     """
     ledger = ledger or Ledger()
     checkpoint = ModelTensors(folder, ledger=ledger)
@@ -102,6 +102,8 @@ def calibrate(
         settings=settings,
         smoothing=Smoothing(tuple(groups)),
         layers=tuple(layers),
+        architecture=model.architecture,
+        not_smoothed=model.not_smoothed if settings.strength > 0 else (),
         predicted=chosen,
         predicted_all=predicted if chosen is not predicted else None,
         memory=Memory(
@@ -122,17 +124,18 @@ def _one_layer(
     groups = _groups(view, ranges=ranges, samples=samples, strength=settings.strength)
     errors = {unit.members[0]: plain.relative(unit) for unit in view.units if unit.members[0] not in view.ignored}
     kept_groups, weight_errors = [], {}
-    for unit in view.units:
-        for group in groups.get(unit, ()):
+    for units in view.together():
+        quantised = [unit for unit in units if unit.members[0] in errors]
+        for group in groups.get(units, ()):
             view.fold(group)
-            error = view.smoothed(unit, group=group, samples=samples).relative(unit)
-            if error < plain.relative(unit):
-                errors[unit.members[0]] = error
+            smoothed = [view.smoothed(unit, group=group, samples=samples).relative(unit) for unit in quantised]
+            if sum(smoothed) < sum(map(plain.relative, quantised)):
+                errors |= {unit.members[0]: error for unit, error in zip(quantised, smoothed, strict=True)}
                 kept_groups.append(group)
                 break
             view.fold(dataclasses.replace(group, scale_K=group.scale_K.reciprocal()))  # exactly back
         # A unit comes before those that are smoothed through it: its errors are those of rows as they were.
-        weight_errors[unit] = view.weight_error(unit)
+        weight_errors |= {unit: view.weight_error(unit) for unit in units}
     streams.quantised = view.quantised(streams.quantised, in_bf16=frozenset())
     streams.exact = outputs
     layers = [
@@ -155,21 +158,23 @@ def _one_layer(
 
 def _groups(
     view: LayerView, *, ranges: dict[str, Tensor], samples: Samples, strength: float
-) -> dict[Unit, list[SmoothingGroup]]:
-    """Make the groups to try, the best guess first, for each quantised unit whose input can be smoothed. Scales that
-    are all 1 are none."""
+) -> dict[tuple[Unit, ...], list[SmoothingGroup]]:
+    """Make the groups to try, the best guess first, for the units that read one source, where some are quantised and
+    it can be divided. Scales that are all 1 are none."""
     groups = {}
-    for unit in view.units:
-        key = unit.members[0]
-        can_smooth = bool(unit.norm or unit.through) and strength > 0
-        if not can_smooth or key in view.ignored or key not in ranges:
+    for units in view.together():
+        quantised = [unit for unit in units if unit.members[0] not in view.ignored and unit.members[0] in ranges]
+        can_smooth = bool(units[0].norm or units[0].through) and strength > 0
+        if not can_smooth or not quantised:
             continue
-        weight_K = torch.stack([weight.abs().amax(dim=0) for weight in view.weights(unit)]).amax(dim=0).float()
+        unit, weights = quantised[0], [weight_NK for unit in quantised for weight_NK in view.weights(unit)]
+        key = unit.members[0]
+        weight_K = torch.stack([weight.abs().amax(dim=0) for weight in weights]).amax(dim=0).float()
         activation_K, weight_K = (view.of_source(unit, range_K) for range_K in (ranges[key], weight_K))
         scales = [by_rule(activation_K, weight_K=weight_K, strength=strength)]
         if unit.norm and key != GATE_UP and view.scheme.spec.even_steps:
             x_MK = torch.cat([some_MK for member, _, some_MK in samples if member == key])
-            refined_K = refine(scales[0], x_MK=x_MK, weight_NK=torch.cat(view.weights(unit)))
+            refined_K = refine(scales[0], x_MK=x_MK, weight_NK=torch.cat(weights))
             scales = [refined_K] if torch.equal(refined_K, scales[0]) else [refined_K, *scales]
-        groups[unit] = [view.group(unit, scale_K=scale_K) for scale_K in scales if bool((scale_K != 1).any())]
+        groups[units] = [view.group(units, scale_K=scale_K) for scale_K in scales if bool((scale_K != 1).any())]
     return groups

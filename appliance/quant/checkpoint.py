@@ -1,10 +1,11 @@
 """A model's folder of safetensors, read by name, and its decoder layers, one at a time.
 
 The model is built without memory (torch's meta device). What its layers are called with (masks, rotary embeddings) is
-what the model's own forward calls them with; only the weights come and go. A ledger counts the bytes of every tensor
-that was handed out until it is really gone.
+what the model's own forward calls them with; only the weights come and go. What a class does to embeddings and logits,
+such as multiplying them, is computed by the class, too. A ledger counts the bytes of every tensor that was handed out
+until it is really gone.
 
-Legend: B sequences of T tokens each, H the width of the residual stream.
+Legend: B sequences of T tokens each, H the width of the residual stream, M rows of logits, R words.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from appliance.errors import EngineError
-from appliance.terms.families import EXPERT_PARTS, EXPERTS, FAMILIES
+from appliance.quant.files import NotSmoothed
+from appliance.quant.layer_units import find_units
+from appliance.terms.families import EXPERT_PARTS, EXPERTS, FAMILIES, Unit, unlisted
 
 _INDEX = "model.safetensors.index.json"
 _ROWS = 4096  # of embedding and head at a time
 _FAMILIES = {family.model_type: family for family in FAMILIES.values()}
+_PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")  # of a decoder
+_TRIED_TOKENS = 12  # of the sequence by which units are found
+_HINT = "set quantization.profile: none"
 
 
 @dataclass
@@ -109,11 +115,20 @@ class _Recorder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[tuple[Tensor, dict[str, Any]]] = []
 
     def forward(self, hidden_BTH: Tensor, **kwargs: Any) -> Tensor:
-        self.calls.append(kwargs)
+        self.calls.append((hidden_BTH, kwargs))
         return hidden_BTH
+
+
+class _Given(nn.Module):
+    """Replaces a decoder, and gives what it gets."""
+
+    def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast  # which has the fields of all others
+
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 class _Streamed(nn.Module):
@@ -130,13 +145,18 @@ class _Streamed(nn.Module):
 
 
 class StreamedModel:
-    """A causal language model of a known family, without its weights."""
+    """A causal language model without its weights: a decoder of layers between embeddings and a head."""
+
+    architecture: str
+    """Class of a model whose family has no row in the list; empty for a listed family."""
+    not_smoothed: tuple[NotSmoothed, ...]
+    """Norms and linear layers that smoothing cannot divide, of the layers whose units were found so far."""
 
     def __init__(self, checkpoint: ModelTensors, *, beat: Callable[[], None] = lambda: None) -> None:
         """Read the model's configuration.
 
         beat: called whenever a layer's weights are in memory, as a sign of life.
-        Raises EngineError for a family that this program does not know.
+        Raises EngineError for a model of another structure.
         """
         from transformers import AutoConfig, AutoModelForCausalLM  # seconds that reading a checkpoint does not need
 
@@ -145,19 +165,33 @@ class StreamedModel:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise EngineError(f"{folder}: config.json cannot be read: {error}") from error
-        if config.model_type not in _FAMILIES:
-            message = f"{folder}: a profile of `{config.model_type}` cannot be made"
-            hint = f"set quantization.profile: none; profiles are for {', '.join(_FAMILIES)}"
-            raise EngineError(message, hint=hint)
         self.checkpoint = checkpoint
         self._beat = beat
-        self.family = _FAMILIES[config.model_type]
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        architectures = config.architectures or [""]
+        self._family = None if unlisted(architectures) else _FAMILIES.get(config.model_type)
+        self.architecture = "" if self._family else architectures[0]
+        # Of attentions of other families only transformers' own, step by step, is known to compute all that they ask
+        # for: its `sdpa` leaves out a soft cap.
+        attention = "sdpa" if self._family else "eager"
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+            if problem := _other_structure(model):
+                raise ValueError(problem)
+        except ValueError as error:
+            message = f"{folder}: a profile of `{config.model_type}` cannot be made: {error}"
+            raise EngineError(message, hint=_HINT) from error
         self._model = model.model.eval()
         self._layers = list(self._model.layers)
         self._norm = self._model.norm
+        self._embedding = self._model.embed_tokens
         self._model.rotary_emb = type(self._model.rotary_emb)(config=self._model.config)  # has buffers, no weights
+        self._embedding.padding_idx = None  # `embed` gives it the rows of some words alone
+        _fill_buffers(self._model, self._embedding)
+        self._head = model  # now of logits alone
+        self._head.model, self._head.lm_head = _Given(), nn.Identity()
+        self._units_by_layer: dict[int, tuple[Unit, ...]] = {}
+        self.not_smoothed = ()
         self.head_name = "lm_head.weight" if "lm_head.weight" in checkpoint else "model.embed_tokens.weight"
 
     @property
@@ -172,22 +206,43 @@ class StreamedModel:
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Return the embeddings, [B, T, H] BF16, read in bands of rows."""
-        flat = tokens_BT.flatten()
-        hidden = torch.empty(flat.shape[0], self._norm.weight.shape[0], dtype=torch.bfloat16)
+        word_U, place_BT = tokens_BT.unique(return_inverse=True)
+        row_UH = torch.empty(len(word_U), self._embedding.embedding_dim, dtype=torch.bfloat16)
         for start, rows in self.checkpoint.rows("model.embed_tokens.weight"):
-            inside = (flat >= start) & (flat < start + rows.shape[0])
-            hidden[inside] = rows[flat[inside] - start]
-        return hidden.view(*tokens_BT.shape, -1)
+            inside = (word_U >= start) & (word_U < start + rows.shape[0])
+            row_UH[inside] = rows[word_U[inside] - start]
+        place(self._embedding, "weight", nn.Parameter(row_UH, requires_grad=False))
+        return self._embedding(place_BT)
 
-    def layer_calls(self, hidden_BTH: Tensor) -> list[dict[str, Any]]:
-        """Return, for each decoder layer, the keywords that the model's own forward gives it for a batch of this
-        shape."""
+    def layer_calls(self, embedded_BTH: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
+        """Return what the model's own forward calls the decoder layers with: the input of the first, [B, T, H], and the
+        keywords of each for a batch of this shape. embedded_BTH: as `embed` returns it."""
         recorders = [_Recorder() for _ in self._layers]
         self._model.layers = nn.ModuleList(recorders)
         self._model.norm = nn.Identity()
         with torch.no_grad():
-            self._model(inputs_embeds=hidden_BTH, use_cache=False)
-        return [recorder.calls[0] for recorder in recorders]
+            self._model(inputs_embeds=embedded_BTH, use_cache=False)
+        return recorders[0].calls[0][0], [recorder.calls[0][1] for recorder in recorders]
+
+    def logits(self, product_MR: Tensor) -> Tensor:
+        """Return the logits [M, R] that the model's class makes of products of the last norm's output and rows of the
+        head: the products themselves, a multiple, or values below a cap."""
+        return self._head(inputs_embeds=product_MR[None]).logits[0]
+
+    def units(self, index: int, layer: nn.Module) -> tuple[Unit, ...]:
+        """Return the units of a decoder layer: by its family's row in the list, or found by trying. layer: with its
+        weights. What cannot be smoothed is added to `not_smoothed`."""
+        if self._family:
+            return self._family.units(name for name, _ in layer.named_parameters())
+        if index not in self._units_by_layer:
+            generator = torch.Generator().manual_seed(index)
+            noise_BTH = torch.randn(1, _TRIED_TOKENS, self._embedding.embedding_dim, generator=generator)
+            hidden_BTH, calls = self.layer_calls(noise_BTH.bfloat16())
+            found = find_units(layer, hidden_BTH=hidden_BTH, call=calls[index])
+            self._units_by_layer[index] = found.units
+            reasons = found.not_smoothed.items()
+            self.not_smoothed += tuple(NotSmoothed(f"model.layers.{index}.{name}", why) for name, why in reasons)
+        return self._units_by_layer[index]
 
     def new_cache(self) -> Any:
         """Make an empty cache of keys and values, for `run`."""
@@ -242,8 +297,9 @@ class StreamedModel:
         return torch.stack(backs)
 
     def _with_norm(self) -> nn.Module:
-        weight = self._parameter("model.norm.weight", shape=tuple(self._norm.weight.shape))
-        place(self._norm, "weight", self.checkpoint.ledger.enter(nn.Parameter(weight, requires_grad=False)))
+        for name, parameter in list(self._norm.named_parameters()):
+            value = self._parameter(f"model.norm.{name}", shape=tuple(parameter.shape))
+            place(self._norm, name, self.checkpoint.ledger.enter(nn.Parameter(value, requires_grad=False)))
         return self._norm
 
     @property
@@ -268,6 +324,26 @@ class StreamedModel:
             read = [self.checkpoint.read(f"{prefix}.{expert}.{part}.weight") for part in parts]
             fused[expert] = torch.cat(read) if len(read) > 1 else read[0]
         return fused
+
+
+def _other_structure(model: nn.Module) -> str:
+    """Why a model of transformers is no decoder between embeddings and a head, by its modules; or an empty text."""
+    decoder, name = getattr(model, "model", None), type(model).__name__
+    if missing := [part for part in _PARTS if not hasattr(decoder, part)]:
+        return f"transformers' {name} has no `model.{missing[0]}`"
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return f"the `lm_head` of transformers' {name} is not a linear layer without a bias"
+    return ""
+
+
+@torch.no_grad()
+def _fill_buffers(model: Any, module: nn.Module) -> None:
+    """Give a module that was built without memory its buffers again, by the model's own way to initialise it. Its
+    parameters stay without memory."""
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
+    model._init_weights(module)
 
 
 def place(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from appliance.errors import EngineError
 from appliance.files import digest_of, whole_file, write_whole
+from appliance.terms.families import unlisted
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import Quantisation
 
@@ -50,7 +51,9 @@ def read_file_header(folder: Path) -> dict[str, Any]:
         versions = " or ".join(map(str, _READABLE))
         raise EngineError(f"{file}: not a profile of schema version {versions}", hint=_HINT)
     try:
-        completed = _Header.model_validate_json(text).model_dump(mode="json", include={"settings", "smoothing"})
+        completed = _Header.model_validate_json(text).model_dump(
+            mode="json", include={"architecture", "settings", "smoothing"}
+        )
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -62,6 +65,17 @@ def is_by_own_samples(header: dict[str, Any]) -> bool:
     """Return whether a profile's prediction is on answers of the model itself, as rollouts are. Earlier versions
     predicted on reference answers, by which a run cannot be judged. header: as `read_file_header` returns it."""
     return header["schema_version"] >= _OWN_SAMPLES_SINCE and header["settings"]["response_tokens"] > 0
+
+
+def made_of_another_class(header: Mapping[str, Any], *, architectures: Iterable[str]) -> str:
+    """Return why a profile cannot smooth a model of these classes, or an empty text: which layers read which norm is
+    one for all listed families, and was tried in the one class that any other profile was made of. header: as
+    `read_file_header` returns it."""
+    class_of_profile, class_of_model = header["architecture"], unlisted(architectures)
+    if class_of_profile == class_of_model:
+        return ""
+    made_of, model = (name or "a listed family" for name in (class_of_profile, class_of_model))
+    return f"it was made of {made_of} and the model is {model}, where other layers may read a norm"
 
 
 def kept_layers(folder: Path) -> tuple[str, ...]:
@@ -205,6 +219,15 @@ class LayerError:
 
 
 @_part
+class NotSmoothed:
+    """A norm, or a linear layer that others could be smoothed through, that smoothing cannot divide."""
+
+    source: Text_
+    """Name of the layer."""
+    why: Text_
+
+
+@_part
 class Predicted:
     """The mismatch to expect between BF16 and quantised rollouts, over the calibration tokens; nats."""
 
@@ -304,6 +327,8 @@ class _Header(BaseModel):
     settings: Settings
     smoothing: tuple[_Group, ...]
     layers: tuple[LayerError, ...]
+    not_smoothed: tuple[NotSmoothed, ...] = ()
+    architecture: Text_ = ""
     suggested_ignore: Names_
     predicted: Predicted | None
     predicted_all: Predicted | None = None

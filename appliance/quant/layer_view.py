@@ -22,7 +22,7 @@ from appliance.quant.checkpoint import Ledger, StreamedModel, place
 from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens
 from appliance.quant.prediction import TokenBatch
 from appliance.quant.profile import Smoothing, SmoothingGroup, fold
-from appliance.terms.families import DOWN, EXPERTS, GATE_UP, VALUES, Family, Unit
+from appliance.terms.families import DOWN, EXPERTS, GATE_UP, VALUES, Unit, names_of_parts
 from appliance.terms.schemes import Scales, Scheme
 
 _MEASURED_TOKENS = 256  # of a GEMM's input in a batch: a mean over tokens and channels needs no more
@@ -69,7 +69,7 @@ class LayerView:
         self,
         layer: nn.Module,
         *,
-        family: Family,
+        units: tuple[Unit, ...],
         prefix: str,
         scheme: Scheme,
         ignore: tuple[str, ...],
@@ -78,8 +78,8 @@ class LayerView:
         valid: list[Tensor],
         active_experts: float = 1.0,
     ) -> None:
-        """calls: keywords that the layer is called with, of each batch.  valid: [B, T] bool of each batch, false on
-        padding.  active_experts: the share of a layer's experts that multiply a token."""
+        """units: of this layer.  calls: keywords that the layer is called with, of each batch.  valid: [B, T] bool of
+        each batch, false on padding.  active_experts: the share of a layer's experts that multiply a token."""
         self.layer = layer
         self.prefix = prefix
         self.scheme = scheme
@@ -88,7 +88,7 @@ class LayerView:
         self._calls = calls
         self._valid = valid
         self._valid_BT = valid[0]  # of the batch that runs now
-        self.units = family.units(name for name, _ in layer.named_parameters())
+        self.units = units
         self._unit_of = {member: unit for unit in self.units for member in unit.members}
         self.ignored = frozenset(
             unit.members[0]
@@ -120,10 +120,19 @@ class LayerView:
         """Query heads whose values one head of the unit's source has; 1 where the source has no heads."""
         return self.layer.self_attn.num_key_value_groups if unit.through == VALUES else 1
 
-    def group(self, unit: Unit, *, scale_K: Tensor) -> SmoothingGroup:
-        """Make the smoothing group of a unit: what gives the unit its input, the unit, and what else reads that."""
-        names = [*(member if member == GATE_UP else f"{member}.weight" for member in unit.members)]
-        names += [f"{follower}.weight" for follower in unit.followers]
+    def together(self) -> list[tuple[Unit, ...]]:
+        """Return the units in their order, those that read one norm together: of a block with attention and MLP side by
+        side the first units of both."""
+        units_by_norm: dict[str, list[Unit]] = {}
+        for unit in self.units:
+            units_by_norm.setdefault(unit.norm or unit.members[0], []).append(unit)
+        return [tuple(units) for units in units_by_norm.values()]
+
+    def group(self, units: tuple[Unit, ...], *, scale_K: Tensor) -> SmoothingGroup:
+        """Make the smoothing group of units that read one source: the source, the units, and what else reads it."""
+        unit, members = units[0], [member for unit in units for member in unit.members]
+        names = [part for name in members for part in names_of_parts(name if name == GATE_UP else f"{name}.weight")]
+        names += [f"{follower}.weight" for unit in units for follower in unit.followers]
         return SmoothingGroup(
             source=f"{self.prefix}{unit.norm or unit.through}.weight",
             linears=tuple(self.prefix + name for name in names),
@@ -308,7 +317,7 @@ class Views:
     """Decoder layers of a model, one after the other, for the passes of a calibration."""
 
     embedded: list[Tensor]
-    """Embeddings of each batch, [B, T, H] BF16."""
+    """Inputs of the first decoder layer of each batch, [B, T, H] BF16."""
     groups: tuple[SmoothingGroup, ...]
     """Smoothing that `open` folds in, none at first."""
 
@@ -326,9 +335,10 @@ class Views:
         the name of the pass, the layers done in it, and their number."""
         self.model = model
         self.batches = batches
-        self.embedded = [model.embed(batch.tokens_BT) for batch in batches]
+        calls = [model.layer_calls(model.embed(batch.tokens_BT)) for batch in batches]
+        self.embedded = [hidden_BTH for hidden_BTH, _ in calls]
         self.groups = ()
-        self._calls = [model.layer_calls(hidden_BTH) for hidden_BTH in self.embedded]
+        self._calls = [keywords for _, keywords in calls]
         self._scheme = scheme
         self._ignore = ignore
         self._ledger = ledger
@@ -341,7 +351,7 @@ class Views:
         with self.model.layer(index) as layer:
             view = LayerView(
                 layer,
-                family=self.model.family,
+                units=self.model.units(index, layer),
                 prefix=f"model.layers.{index}.",
                 scheme=self._scheme,
                 ignore=self._ignore,

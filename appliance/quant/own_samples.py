@@ -142,7 +142,7 @@ def _draw_group(
 def _logits(model: StreamedModel, hidden_BH: Tensor) -> Tensor:
     """[B, V] float32. hidden_BH: after the last norm."""
     bands = [hidden_BH @ rows_RH.t() for _, rows_RH in model.checkpoint.rows(model.head_name)]
-    return torch.cat(bands, dim=1).float()
+    return model.logits(torch.cat(bands, dim=1).float())
 
 
 def _draw(logits_BV: Tensor, *, sampling: ProfileSampling, generator: torch.Generator) -> Tensor:

@@ -1,6 +1,7 @@
 """The mismatch to expect of quantised rollouts: two streams of activations through the head, in bands of words.
 
-    z, z'   logits of the exact and of the quantised stream over the temperature, float32
+    z, z'   logits of the exact and of the quantised stream over the temperature, float32: products with rows of the
+            head, and what the model's class makes of each, such as a multiple
     KL(p' || p) = sum_v p'_v (z'_v - z_v) - (lse z' - lse z)
 
 The sums run along the bands in float64 with a moving maximum: no more than one band of logits is ever held.
@@ -93,10 +94,10 @@ def predict(
     parts = [slice(first, first + _POSITIONS) for first in range(0, len(target_M), _POSITIONS)]
     exact, quantised = ([_Softmax(target_M[part]) for part in parts] for _ in range(2))
     for start, rows_RH in model.checkpoint.rows(model.head_name):
-        rows_HR = rows_RH.float().t() / temperature
+        rows_HR = rows_RH.float().t()
         for part, softmax, softmax_q in zip(parts, exact, quantised, strict=True):
-            z_MR = exact_MH[part].float() @ rows_HR
-            zq_MR = quantised_MH[part].float() @ rows_HR
+            z_MR = model.logits(exact_MH[part].float() @ rows_HR) / temperature
+            zq_MR = model.logits(quantised_MH[part].float() @ rows_HR) / temperature
             softmax.add(z_MR, difference_MR=zq_MR - z_MR, start=start)
             softmax_q.add(zq_MR, difference_MR=zq_MR - z_MR, start=start)
     pairs = zip(exact, quantised, strict=True)
@@ -129,20 +130,31 @@ def head_gradients(
         x_MH = exact_MH[part].float()
         softmax = _Softmax(torch.zeros(len(x_MH), dtype=torch.int64))
         for start, rows_RH in model.checkpoint.rows(model.head_name):
-            z_MR = x_MH @ (rows_RH.float().t() / temperature)
+            z_MR = model.logits(x_MH @ rows_RH.float().t()) / temperature
             softmax.add(z_MR, difference_MR=torch.zeros_like(z_MR), start=start)
         lse_M, below_M1 = softmax.lse_M, torch.zeros(len(x_MH), 1, dtype=torch.float64)
         for _, rows_RH in model.checkpoint.rows(model.head_name):
             rows = rows_RH.float()
-            p_MR = (x_MH @ (rows.t() / temperature) - lse_M[:, None].float()).exp_()
-            gradient_DMH[:, part] -= p_MR @ rows / temperature
+            z_MR, slope_MR = _with_slope(model, x_MH @ rows.t())
+            p_MR = (z_MR / temperature - lse_M[:, None].float()).exp_()
+            gradient_DMH[:, part] -= (p_MR * slope_MR) @ rows / temperature
             mass_MR = below_M1 + p_MR.cumsum(dim=1, dtype=torch.float64)
             place_MD = torch.searchsorted(mass_MR, drawn_MD[part].contiguous(), right=True)
             is_here_MD = (place_MD < len(rows)) & (drawn_MD[part] >= below_M1)
             position, draw = is_here_MD.nonzero(as_tuple=True)
-            gradient_DMH[draw, first + position] += rows[place_MD[position, draw]] / temperature
+            word = place_MD[position, draw]
+            gradient_DMH[draw, first + position] += slope_MR[position, word, None] * rows[word] / temperature
             below_M1 = mass_MR[:, -1:]
     return gradient_DMH
+
+
+def _with_slope(model: StreamedModel, product_MR: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of the head's products, and the derivative of each by its product, [M, R] both."""
+    product_MR.requires_grad_()
+    with torch.enable_grad():
+        logits_MR = model.logits(product_MR)
+    (slope_MR,) = torch.autograd.grad(logits_MR.sum(), product_MR)
+    return logits_MR.detach(), slope_MR
 
 
 class _Softmax:

@@ -43,12 +43,13 @@ from appliance.quant.files import (
     SMOOTHING,
     LayerError,
     Memory,
+    NotSmoothed,
     Origin,
     Predicted,
     Settings,
     read_file_header,
 )
-from appliance.terms.families import FUSED_LAYERS, GATE_UP, ONE_EXPERT
+from appliance.terms.families import FUSED_LAYERS, GATE_UP, ONE_EXPERT, names_of_parts
 from appliance.terms.schemes import Scheme
 
 ACTIVATION = "activation."
@@ -113,12 +114,12 @@ class Smoothing:
 
     def column_factor_of(self, name: str) -> Tensor | None:
         """Return the factors of the parameter's last dimension, [K] float32; None for one that no group reads."""
-        return self._column_factors.get(_key(_parts(name)[0]))  # what is fused reads one source
+        return self._column_factors.get(_key(names_of_parts(name)[0]))  # what is fused reads one source
 
     def row_factor_of(self, name: str) -> Tensor | None:
         """Return the factors of the parameter's first dimension, [N] float32; None for one that is no group's source.
         Of a fused layer these are its last rows: only the last part of one is a source."""
-        return self._row_factors.get(_parts(name)[-1])
+        return self._row_factors.get(names_of_parts(name)[-1])
 
     @functools.cached_property
     def _column_factors(self) -> Mapping[str, Tensor]:
@@ -185,7 +186,7 @@ def _row_factor(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Iterator[
     row_N = smoothing.row_factor_of(name)
     if row_N is not None:
         rows = tensor.shape[0] if tensor.ndim in (1, 2) else 0
-        is_fused = len(_parts(name)) > 1
+        is_fused = len(names_of_parts(name)) > 1
         if rows < len(row_N) or (rows > len(row_N) and not is_fused):
             raise _of_another_model(name, tensor, channels=len(row_N))
         row_N = torch.cat([row_N.new_ones(rows - len(row_N)), row_N]).to(tensor)
@@ -200,7 +201,7 @@ def _of_another_model(name: str, tensor: Tensor, *, channels: int) -> EngineErro
 def require_all_folded(names: Iterable[str], *, smoothing: Smoothing) -> None:
     """Check that no group was folded in part. names: every parameter of a model that `fold` was given. Raises
     EngineError when a part of a group was not among them: its source and its layers would not belong together."""
-    folded = {_key(part) for name in names for part in _parts(name)}
+    folded = {_key(part) for name in names for part in names_of_parts(name)}
     parts = [part for group in smoothing.groups for part in (group.source, *group.linears)]
     missing = [part for part in parts if _key(part) not in folded]
     if missing:
@@ -219,13 +220,6 @@ def _key(name: str) -> str:
     return ONE_EXPERT.sub(GATE_UP, name)
 
 
-def _parts(name: str) -> list[str]:
-    """A parameter's own name, or those of its parts where it is a fused layer's."""
-    layer, _, kind = name.rpartition(".")
-    parent, _, leaf = layer.rpartition(".")
-    return [f"{parent}.{part}.{kind}" for part in FUSED_LAYERS.get(leaf, ())] or [name]
-
-
 @dataclass(frozen=True)
 class Profile:
     origin: Origin
@@ -234,6 +228,10 @@ class Profile:
     smoothing: Smoothing
     layers: tuple[LayerError, ...] = ()
     """Layers of the engine with their errors; only a calibration has them."""
+    not_smoothed: tuple[NotSmoothed, ...] = ()
+    """Norms and linear layers that smoothing cannot divide, of a model whose family has no row in the list."""
+    architecture: str = ""
+    """Class of that model; empty for a listed family."""
     predicted: Predicted | None = None
     """Mismatch that is predicted; only a calibration has it."""
     predicted_all: Predicted | None = None
@@ -264,6 +262,8 @@ class Profile:
             "settings": dataclasses.asdict(self.settings),
             "smoothing": [_group_header(group) for group in self.smoothing.groups],
             "layers": [dataclasses.asdict(each) for each in self.layers],
+            "not_smoothed": [dataclasses.asdict(each) for each in self.not_smoothed],
+            "architecture": self.architecture,
             "suggested_ignore": list(self.suggested_ignore),
             "predicted": dataclasses.asdict(self.predicted) if self.predicted else None,
             "predicted_all": dataclasses.asdict(self.predicted_all) if self.predicted_all else None,

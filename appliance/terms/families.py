@@ -2,7 +2,8 @@
 
 A new family is a row here, and where vLLM builds it of layers that `engine/config.py` does not list, those there;
 and its row in the matrix test with the real class. Most have the decoder layer of Llama, which is the default.
-A dense decoder without a row is held to its structure, and gets no smoothing and no one flow (engine/structure.py).
+A dense decoder without a row is checked by its structure (engine/structure.py). What can be smoothed in it is found by
+trying (quant/layer_units.py); it gets no one flow.
 """
 
 from __future__ import annotations
@@ -120,6 +121,22 @@ FUSED_LAYERS: Mapping[str, list[str]] = {
 }
 """Parts of a fused layer, in their order, in every family: `qkv_proj` is q_proj, k_proj and v_proj. vLLM's own
 `packed_modules_mapping` of Qwen3-MoE lacks `gate_up_proj` where dense layers come from `decoder_sparse_step`."""
+_FUSED_WITH = {part: fused for fused, parts in FUSED_LAYERS.items() for part in parts}
+
+
+def names_of_parts(name: str) -> list[str]:
+    """Return the names of the parts of a parameter, where it is a fused layer's; else the name alone."""
+    layer, _, kind = name.rpartition(".")
+    parent, _, leaf = layer.rpartition(".")
+    return [f"{parent}.{part}.{kind}" for part in FUSED_LAYERS.get(leaf, ())] or [name]
+
+
+def name_when_fused(name: str) -> str:
+    """Return the name that a parameter's layer has where it is fused with others: `….qkv_proj.weight` for
+    `….v_proj.weight`; the name itself where it never is."""
+    layer, _, kind = name.rpartition(".")
+    parent, _, leaf = layer.rpartition(".")
+    return f"{parent}.{_FUSED_WITH[leaf]}.{kind}" if leaf in _FUSED_WITH else name
 
 
 def unlisted(architectures: Iterable[str]) -> str:
@@ -129,8 +146,7 @@ def unlisted(architectures: Iterable[str]) -> str:
 
 
 NEEDS_A_ROW = (
-    "smoothing, UAQ, experts, adapters that are sent alone and the rollouts' forward in the trainer are for families "
-    "of the list"
+    "UAQ, experts, adapters that are sent alone and the rollouts' forward in the trainer are for families of the list"
 )
 
 

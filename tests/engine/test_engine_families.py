@@ -57,8 +57,8 @@ def test_a_configuration_without_an_architecture_is_refused() -> None:
     assert why_unknown(None) == f"the model's configuration names no architecture; the known ones are {KNOWN}"
     assert why_unknown(["Qwen2ForCausalLM"]) == ""
     assert why_unknown(["Qwen2ForCausalLM", "Other"]) == (
-        f"Other is not in the list of model families ({KNOWN}): smoothing, UAQ, experts, adapters that are sent alone "
-        "and the rollouts' forward in the trainer are for families of the list"
+        f"Other is not in the list of model families ({KNOWN}): UAQ, experts, adapters that are sent alone and the "
+        "rollouts' forward in the trainer are for families of the list"
     )
 
 

@@ -14,15 +14,18 @@ import pytest
 import torch
 from engines import PROMPTS, Engine, free_engine, read_checkpoint, start_engine
 from faults import given_to_vllm, new_update, recover, sent, take
+from smoothings import random_smoothing
 from torch import Tensor
-from unlisted_models import UNLISTED, make_unlisted
+from unlisted_models import UNLISTED, build_unlisted, make_unlisted
 
 from appliance.engine.attest import live_scheme
 from appliance.engine.structure import rehearse_updates, require_fit
 from appliance.errors import EngineError, SyncError, WeightsError
+from appliance.quant.profile import Origin, Profile, Settings, Smoothing, write_profile
 from appliance.terms.families import FAMILIES
 from appliance.terms.schemes import Precision, Scheme
-from appliance.terms.settings import LOAD_FORMAT
+from appliance.terms.settings import LOAD_FORMAT, Quantisation
+from flashrl_compat.loader import LOAD_FORMAT as FOLDING
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -277,17 +280,54 @@ def test_a_layer_with_a_vector_beside_its_layers_is_refused(granite: Path) -> No
     free_engine(engine)
 
 
-def test_a_profile_is_refused_without_a_row(granite: Path, tmp_path: Path) -> None:
+def test_a_profile_of_another_class_is_refused(granite: Path, tmp_path: Path) -> None:
+    """All of its names and sizes may fit, and other layers read a norm."""
     from transformers import AutoConfig
 
     from appliance.engine.config import ApplianceConfig
-    from appliance.terms.settings import Quantisation
 
-    config = ApplianceConfig(Quantisation(scheme=Scheme.INT8))
-    config.quantisation = Quantisation(scheme=Scheme.INT8, profile=str(tmp_path))
-    with pytest.raises(EngineError, match="GraniteForCausalLM is not in the list of model families") as raised:
-        config.maybe_update_config(str(granite), AutoConfig.from_pretrained(granite))
-    assert raised.value.hint == "start the engine without a profile"
+    config = AutoConfig.from_pretrained(granite)
+    for made_of, is_refused in (("GraniteForCausalLM", False), ("", True)):
+        profile = Profile(Origin("calibrated", "m"), Scheme.INT8, Settings(), Smoothing(), architecture=made_of)
+        write_profile(profile, folder=tmp_path)
+        engines_config = ApplianceConfig(Quantisation(scheme=Scheme.INT8, profile=str(tmp_path)))
+        if not is_refused:
+            engines_config.maybe_update_config(str(granite), config)
+            continue
+        with pytest.raises(EngineError) as raised:
+            engines_config.maybe_update_config(str(granite), config)
+        why = "it was made of a listed family and the model is GraniteForCausalLM, where other layers may read a norm"
+        assert raised.value.message == f"{granite}: the profile {tmp_path}: {why}"
+        hint = "make one of this model with `appliance profile`, or start the engine without a profile"
+        assert raised.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["phi3", *(pytest.param(other, marks=pytest.mark.long) for other in ("granite", "cohere2", "starcoder2"))],
+)
+def test_a_smoothed_model_without_a_row_is_updated_and_proven(tmp_path: Path, model_type: str) -> None:
+    """An update with smoothing gives what an engine computes that starts from folded weights."""
+    old, new = (make_unlisted(tmp_path / str(seed), model_type, seed=seed) for seed in (1, 2))
+    smoothing = random_smoothing(build_unlisted(model_type, seed=1).eval(), seed=3)
+    assert any("norm" in group.source for group in smoothing.groups)
+    profile = Profile(
+        Origin("calibrated", "m"), Scheme.INT8, Settings(), smoothing, architecture=UNLISTED[model_type][0]
+    )
+    write_profile(profile, folder=tmp_path / "profile")
+    with_profile = Quantisation(scheme=Scheme.INT8, profile=str(tmp_path / "profile")).engine_arguments()
+    answers = {}
+    for folder in (old, new):
+        fresh = start_engine(folder, scheme="int8", load_format=FOLDING, **with_profile)
+        answers[folder] = fresh.generate(max_tokens=MAX_TOKENS)
+        free_engine(fresh)
+    engine = start(old, **with_profile)
+    assert engine.generate(max_tokens=MAX_TOKENS) != answers[old]  # a run's first update brings the smoothing
+    for folder in (new, old):
+        taken = engine.load(read_checkpoint(folder), smoothing=smoothing)
+        assert (taken.layers_proven, taken.unproven) == (taken.layers, 0)
+        assert engine.generate(max_tokens=MAX_TOKENS) == answers[folder]
+    free_engine(engine)
 
 
 def test_a_norm_that_keeps_its_first_weights_is_refused(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,13 +62,12 @@ def test_the_exact_stream_is_the_models_own_forward(saved: tuple[nn.Module, Path
         expected = model.model(input_ids=batch, use_cache=False).last_hidden_state
     checkpoint = ModelTensors(folder)
     streamed = StreamedModel(checkpoint)
-    hidden = streamed.embed(batch)
-    calls = streamed.layer_calls(hidden)
+    hidden, calls = streamed.layer_calls(streamed.embed(batch))
     for index in range(streamed.num_layers):
         with streamed.layer(index) as layer:
             view = LayerView(
                 layer,
-                family=streamed.family,
+                units=streamed.units(index, layer),
                 prefix=f"model.layers.{index}.",
                 scheme=Scheme.INT8,
                 ignore=(),
@@ -516,12 +515,15 @@ def test_padding_changes_nothing(saved: tuple[nn.Module, Path], monkeypatch: pyt
     assert together.predicted.kl == pytest.approx(alone.predicted.kl, rel=0.3)
 
 
-def test_an_unknown_family_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_model_of_another_structure_is_refused_by_name(tmp_path: Path) -> None:
     tiny("qwen2").save_pretrained(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"qwen2"', '"gpt2"'))
-    with pytest.raises(EngineError, match="a profile of `gpt2` cannot be made"):
+    with pytest.raises(EngineError) as raised:
         profile_of(tmp_path)
+    why = "a profile of `gpt2` cannot be made: transformers' GPT2LMHeadModel has no `model.embed_tokens`"
+    assert raised.value.message == f"{tmp_path}: {why}"
+    assert raised.value.hint == "set quantization.profile: none"
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_name(tmp_path: Path) -> None:

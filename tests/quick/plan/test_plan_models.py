@@ -275,12 +275,12 @@ def test_a_model_that_is_made_on_first_use_needs_disk(tmp_path: Path) -> None:
     assert [is_short(enough - 1, 0), is_short(enough, 0), is_short(enough - 1, in_bf16)] == [True, False, False]
 
 
-def test_a_model_without_a_row_in_the_list_of_families_gets_no_profile(tmp_path: Path) -> None:
-    """And the plan says so; `auto` makes one for a family of the list."""
-    for architecture, expected in (("GraniteForCausalLM", "none"), ("LlamaForCausalLM", "auto")):
+def test_a_model_without_a_row_in_the_list_of_families_gets_a_profile_too(tmp_path: Path) -> None:
+    """What can be smoothed in it is found when the profile is made."""
+    for architecture in ("GraniteForCausalLM", "LlamaForCausalLM"):
         (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": [architecture]}))
         sets = ("model.builtin=null", f"model.path={tmp_path}")
         plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=tmp_path / "run", host=HOST)
         (choice,) = (choice for choice in plan.choices if choice.key == "quantization.profile")
-        has_none = choice.value == "none", plan.profile is None, plan.engines[0].profile == ""
-        assert has_none == (expected == "none",) * 3
+        assert choice.value == "auto" and plan.profile is not None and not plan.profile.source
+        assert plan.engines[0].profile == plan.profile.folder

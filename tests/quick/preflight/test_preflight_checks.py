@@ -529,7 +529,6 @@ def test_a_dense_model_without_a_row_is_held_when_its_engine_starts(tmp_path, sc
     ("sets", "sizes", "place", "remedy"),
     [
         ((), {"num_experts": 4}, "model.path", "use a model of the list"),
-        (("quantization.profile=/a/profile",), {}, "quantization.profile", "use `none`"),
         (("trainer.forward=linears",), {}, "trainer.forward", "use `bf16`"),
         (("optimizer.norm_fed_lr_scale=2",), {}, "optimizer.norm_fed_lr_scale", "leave it out"),
         (("model.lora={rank: 8, sync: adapter}",), {}, "model.lora.sync", "use `merge`"),
@@ -538,9 +537,8 @@ def test_a_dense_model_without_a_row_is_held_when_its_engine_starts(tmp_path, sc
 def test_what_needs_a_row_is_refused_without_one(tmp_path, sets, sizes, place, remedy):
     findings_of_model = of_an_unlisted_model(tmp_path, *sets, **sizes)
     message = (
-        f"error: {place}: {tmp_path}: GraniteForCausalLM is not in the list of model families ({LIST}): smoothing, "
-        "UAQ, experts, adapters that are sent alone and the rollouts' forward in the trainer are for families of the "
-        "list"
+        f"error: {place}: {tmp_path}: GraniteForCausalLM is not in the list of model families ({LIST}): UAQ, experts, "
+        "adapters that are sent alone and the rollouts' forward in the trainer are for families of the list"
     )
     assert (message, remedy) in findings_of_model
 

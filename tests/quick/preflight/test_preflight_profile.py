@@ -200,3 +200,41 @@ def test_a_resumed_run_has_its_own_copy_where_the_folder_is_gone(tmp_path):
     assert (problem(tmp_path), facts(tmp_path).expected.kl) == ("", 0.25)
     write_profile(copy, channels=32)
     assert problem(tmp_path).startswith(f"{copy}: of another model: ")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "refusal"),
+    [
+        (96, 64, ""),
+        (24, 64, "has 32 channels there and [24, 64]"),
+        (96, 48, "reads 32 channels there and is [96, 48]"),
+    ],
+)
+def test_parts_of_a_fused_checkpoint_are_its_last_rows(tmp_path, rows, columns, refusal):
+    """A profile names the parts: Phi-3's queries, keys and values are one tensor."""
+    attention = "model.layers.0.self_attn"
+    readers = [f"{attention}.{part}_proj.weight" for part in "qkv"]
+    source = readers[-1] if columns == 64 else NORM
+    group = {"source": source, "linears": readers if source == NORM else []}
+    write_profile(tmp_path / "p", header={**HEADER, "smoothing": [group]}, channels=32)
+    found = problem(tmp_path, model={NORM: [32], f"{attention}.qkv_proj.weight": [rows, columns]})
+    assert refusal in found and bool(found) is bool(refusal)
+
+
+@pytest.mark.parametrize(
+    ("made_of", "model", "refusal"),
+    [
+        ("", "LlamaForCausalLM", ""),
+        ("GraniteForCausalLM", "GraniteForCausalLM", ""),
+        ("", "GraniteForCausalLM", "it was made of a listed family and the model is GraniteForCausalLM, where "),
+        ("Cohere2ForCausalLM", "LlamaForCausalLM", "it was made of Cohere2ForCausalLM and the model is a listed "),
+    ],
+)
+def test_a_profile_of_another_class_is_refused(tmp_path, made_of, model, refusal):
+    """All names and sizes may fit, and other layers read the norm."""
+    write_profile(tmp_path / "p", header={**HEADER, "architecture": made_of})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": [model]}))
+    found = problem(tmp_path)
+    assert refusal in found and bool(found) is bool(refusal)
+    assert found.startswith(f"{tmp_path}/p: of another model: ") or not found
