@@ -51,10 +51,12 @@ def build_unlisted(
     dtype: str = "bfloat16",
     attention: str = "eager",
     made_by: str = "AutoModelForCausalLM",
+    has_large_channels: bool = False,
     **fields: object,
 ):
     """A model of transformers, every weight random and no bias or norm trivial. attention: transformers' name of it.
-    made_by: class of transformers that knows the type.  fields: further ones of the configuration."""
+    made_by: class of transformers that knows the type.  has_large_channels: whether two channels of every norm are
+    large, as in trained models.  fields: further ones of the configuration."""
     import torch
     import transformers
 
@@ -67,6 +69,9 @@ def build_unlisted(
         torch.nn.init.normal_(parameter, std=0.08) if parameter.ndim > 1 else parameter.data.add_(
             0.05 * torch.randn_like(parameter)
         )
+    for name, parameter in model.named_parameters() if has_large_channels else ():
+        if "norm" in name and parameter.ndim == 1:
+            parameter.data[[3, 11]] *= 16
     return model
 
 

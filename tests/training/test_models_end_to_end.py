@@ -19,7 +19,7 @@ from trainings import Finished, json_lines, train
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from unlisted_models import UNLISTED, make_unlisted
 
-from appliance.quant.files import PROFILE_FILE
+from appliance.quant.files import PROFILE_FILE, read_file_header
 from appliance.terms.environment import EXACT_ON_CPU
 
 pytestmark = pytest.mark.e2e(minutes=8)
@@ -28,6 +28,7 @@ LISTED = tiny_models.FAMILIES
 CLASSES = 14
 # Experts; norms behind blocks and soft caps; LayerNorm and biases.
 OFTEN = ("qwen3-moe", "gemma2", "starcoder2")
+SMOOTHED = ("granite", "starcoder2")  # with large channels, so that norms of theirs are smoothed
 TRAINED: list[str] = []
 """Classes whose training passed, in this process."""
 
@@ -175,7 +176,8 @@ def make_model(folder: Path, model_type: str, *, tokenizer: PreTrainedTokenizerF
     """A checkpoint with random weights; returns the name of its class."""
     tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     if model_type in UNLISTED:
-        make_unlisted(folder, model_type, seed=1, vocab_size=WORDS, **tokens)
+        large = model_type in SMOOTHED
+        make_unlisted(folder, model_type, seed=1, vocab_size=WORDS, has_large_channels=large, **tokens)
         return UNLISTED[model_type][0]
     model = tiny_models.tiny(model_type, seed=1, head_dim=32)  # vLLM's attention on a CPU has none of 16
     for config in (model.config, model.generation_config):
@@ -196,6 +198,9 @@ def test_a_model_class_trains_by_int8_rollouts(tmp_path: Path, model_type: str) 
     require_proven(done, is_tied="lm_head.weight" not in before)
     require_trained(before, after)
     require_as_fresh(done, answers)
+    if model_type in SMOOTHED:
+        sources = [group["source"] for group in read_file_header(done.run_dir / "profile")["smoothing"]]
+        assert sum("norm" in source for source in sources) == 4, sources
     TRAINED.append(name)
 
 

@@ -32,11 +32,9 @@ def loaded(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 def with_large_channels(folder: Path, model_type: str) -> Path:
     """Two channels of every norm are large, as in trained models; rows of values and of `up_proj`, too."""
-    model = build_unlisted(model_type, seed=1)
+    model = build_unlisted(model_type, seed=1, has_large_channels=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name and parameter.ndim == 1:
-                parameter[[3, 11]] *= 16
             if re.search(r"(qkv|gate_up|v|up)_proj\.weight", name):
                 parameter[-7:] *= 16
     model.save_pretrained(folder)
