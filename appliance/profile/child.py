@@ -25,10 +25,10 @@ from appliance.profile.job import (
     model_folder,
 )
 from appliance.quant.calibrate import calibrate
-from appliance.quant.checkpoint import ModelTensors, StreamedModel
-from appliance.quant.files import PROFILE_FILE, place_profile
+from appliance.quant.checkpoint import ModelTensors, StreamedModel, unprofiled
+from appliance.quant.files import PROFILE_FILE, NotSmoothed, place_profile
 from appliance.quant.own_samples import ProfileSample, ProfileSampling, draw_samples
-from appliance.quant.profile import Origin, Profile, Settings, write_profile
+from appliance.quant.profile import Origin, Profile, Settings, Smoothing, write_profile
 from appliance.record.attestations import version_of
 from appliance.record.events import append_event, exit_code_of
 from appliance.record.liveness import Heartbeat, keep_stacks
@@ -42,17 +42,28 @@ _VERSIONS = ("flashrl-appliance", "torch", "transformers", "safetensors")
 
 
 def calibrated(job: ProfileJob, folder: Path, origin: Origin) -> Profile:
+    """Calibrate the profile of a model on its own samples. A model of another structure gets one that smooths nothing,
+    and says why; with a mismatch budget, for which layers must be measured, it is refused.
+
+    folder: of the model. Raises EngineError.
+    """
+
     def report(what: str, done: int, total: int) -> None:
         note = f"{what} {done} of {total}"
         append_event(Path(job.report_dir), kind="progress", what=str(Phase.PROFILE), done=done, total=total, note=note)
 
+    settings = Settings(**job.model_dump(include={field.name for field in dataclasses.fields(Settings)}))
+    architecture, reason = unprofiled(folder) if settings.mismatch_budget is None else ("", "")
+    if reason:
+        reasons = (NotSmoothed(architecture, reason),)
+        return Profile(origin, job.scheme, settings, Smoothing(()), architecture=architecture, not_smoothed=reasons)
     samples = own_samples(job, folder=folder, on_token=functools.partial(report, "token"))
     return calibrate(
         folder,
         sequences=[sample.tokens for sample in samples],
         prompt_tokens=[sample.prompt_tokens for sample in samples],
         scheme=job.scheme,
-        settings=Settings(**job.model_dump(include={each.name for each in dataclasses.fields(Settings)})),
+        settings=settings,
         origin=origin,
         on_layer=report,
     )

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from appliance.errors import EngineError
 from appliance.quant.files import NotSmoothed
 from appliance.quant.layer_units import find_units
-from appliance.terms.families import EXPERT_PARTS, EXPERTS, FAMILIES, Unit, unlisted
+from appliance.terms.families import EXPERT_PARTS, EXPERTS, FAMILIES, Family, Unit, unlisted
 
 _INDEX = "model.safetensors.index.json"
 _ROWS = 4096  # of embedding and head at a time
@@ -144,6 +144,50 @@ class _Streamed(nn.Module):
             return layer(hidden_BTH, **kwargs)
 
 
+@dataclass(frozen=True)
+class _Built:
+    """A model of transformers without memory, or the reason why its layers cannot be run one by one."""
+
+    model: Any
+    model_type: str
+    family: Family | None
+    architecture: str
+    """As of StreamedModel."""
+    problem: str
+
+
+def _build(folder: Path) -> _Built:
+    """Build the model of a folder. Raises EngineError for a configuration that cannot be read."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # seconds that reading a checkpoint does not need
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{folder}: config.json cannot be read: {error}") from error
+    architectures = config.architectures or [""]
+    family = None if unlisted(architectures) else _FAMILIES.get(config.model_type)
+    # Of attentions of other families only transformers' own, step by step, is known to compute all that they ask
+    # for: its `sdpa` leaves out a soft cap.
+    attention = "sdpa" if family else "eager"
+    model: Any = None
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+        problem = _other_structure(model)
+    except ValueError as error:
+        problem = str(error)
+    architecture = "" if family else architectures[0]
+    return _Built(model, config.model_type, family=family, architecture=architecture, problem=problem)
+
+
+def unprofiled(folder: Path) -> tuple[str, str]:
+    """Return (class, reason) of a model without a row in the list of families whose layers cannot be run one by one,
+    so that nothing is measured for its profile; empty texts of every other. Raises EngineError for a configuration that
+    cannot be read."""
+    built = _build(folder)
+    return ("", "") if built.family or not built.problem else (built.architecture, built.problem)
+
+
 class StreamedModel:
     """A causal language model without its weights: a decoder of layers between embeddings and a head."""
 
@@ -158,29 +202,13 @@ class StreamedModel:
         beat: called whenever a layer's weights are in memory, as a sign of life.
         Raises EngineError for a model of another structure.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM  # seconds that reading a checkpoint does not need
-
-        folder = checkpoint.folder
-        try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise EngineError(f"{folder}: config.json cannot be read: {error}") from error
+        built = _build(checkpoint.folder)
+        if built.problem:
+            message = f"{checkpoint.folder}: a profile of `{built.model_type}` cannot be made: {built.problem}"
+            raise EngineError(message, hint=_HINT)
         self.checkpoint = checkpoint
         self._beat = beat
-        architectures = config.architectures or [""]
-        self._family = None if unlisted(architectures) else _FAMILIES.get(config.model_type)
-        self.architecture = "" if self._family else architectures[0]
-        # Of attentions of other families only transformers' own, step by step, is known to compute all that they ask
-        # for: its `sdpa` leaves out a soft cap.
-        attention = "sdpa" if self._family else "eager"
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
-            if problem := _other_structure(model):
-                raise ValueError(problem)
-        except ValueError as error:
-            message = f"{folder}: a profile of `{config.model_type}` cannot be made: {error}"
-            raise EngineError(message, hint=_HINT) from error
+        self._family, self.architecture, model = built.family, built.architecture, built.model
         self._model = model.model.eval()
         self._layers = list(self._model.layers)
         self._norm = self._model.norm

@@ -22,7 +22,7 @@ from appliance.profile import command
 from appliance.profile.child import ends_of_responses, make_profile, own_samples, read_prompts
 from appliance.profile.command import table
 from appliance.profile.job import ProfileJob, file_hash, find_known_profile, find_profile, job_of_plan, job_of_run
-from appliance.quant.files import read_file_header
+from appliance.quant.files import made_of_another_class, read_file_header
 from appliance.quant.profile import load_smoothing
 from appliance.recipe.load import load_recipe
 from appliance.recipe.schema import Recipe
@@ -260,6 +260,25 @@ def test_a_files_hash_is_remembered_until_it_changes(tmp_path: Path, monkeypatch
         assert file_hash(file, cache_dir=tmp_path / "cache") == first
     file.write_bytes(b"other")
     assert file_hash(file, cache_dir=tmp_path / "cache") != first
+
+
+def test_a_model_whose_layers_cannot_be_run_one_by_one_gets_a_profile_that_smooths_nothing_and_says_why(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_hidden_layers": 1}
+    PhiForCausalLM(PhiConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path / "phi")
+    tiny = job_of_plan(planned(recipe))
+    AutoTokenizer.from_pretrained(tiny.model).save_pretrained(tmp_path / "phi")
+    job = tiny.replace(model=str(tmp_path / "phi"), cache_dir=str(tmp_path / "cache"))
+    header = read_file_header(make_profile(job))
+    assert (header["smoothing"], header["layers"], header["suggested_ignore"]) == ([], [], [])
+    assert made_of_another_class(header, architectures=["PhiForCausalLM"]) == ""
+    why = "PhiForCausalLM: transformers' PhiForCausalLM has no `model.norm`"
+    assert any(line.startswith("not smoothed") and line.endswith(why) for line in table(header, folder="f"))
+    with pytest.raises(EngineError, match=r"a profile of `phi` cannot be made: .* has no `model.norm`"):
+        make_profile(job.replace(mismatch_budget=0.01))
 
 
 def test_the_text_is_the_models_own_answers_to_prompts_of_the_task(recipe: Recipe) -> None:
