@@ -169,6 +169,7 @@ def test_a_childs_own_word_and_code_reach_the_user(file: str, tmp_path: Path) ->
 CHILD = """
 from pathlib import Path
 from appliance.errors import {kind}
+from appliance.finding import fault
 from appliance.record.events import append_failure
 append_failure(Path({folder!r}), {kind}({arguments}))
 raise SystemExit({kind}.exit_code)
@@ -178,7 +179,7 @@ raise SystemExit({kind}.exit_code)
 @pytest.mark.parametrize(
     ("kind", "arguments", "expected", "text"),
     [
-        ("RecipeError", "[('a', 'x'), ('b', 'x')]", RecipeError, "a\nb"),
+        ("RecipeError", "[fault((), 'a', 'x'), fault((), 'b', 'x')]", RecipeError, "a\nb"),
         ("NumericsError", "'not finite', hint='x'", NumericsError, "not finite"),
         ("ApplianceError", "'OSError: disk', hint='x'", EngineError, "OSError: disk"),
     ],
