@@ -44,6 +44,7 @@ from appliance.engine.update import WeightState, WeightUpdate
 from appliance.errors import SyncError
 from appliance.patch import Patch
 from appliance.quant.codec import all_finite
+from appliance.quant.cpu_gemm import exact_linear
 from appliance.quant.profile import Smoothing, fold_columns, fold_rows
 from appliance.sync.manifest import DIRECTIVE_NAME, digest, record
 from appliance.sync.records import Acknowledgement
@@ -77,7 +78,7 @@ ONE_ADAPTER = Patch(
     target="vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_linear",
     why=(
         "on a CPU vLLM copies the adapter's matrices once for each token, to serve many adapters at once; with one for "
-        "all tokens two matrix products do the same"
+        "all tokens two matrix products do the same, and no token depends on the others (trainer.forward: rollout)"
     ),
     upstream="https://github.com/vllm-project/vllm/blob/v0.28.0/vllm/lora/ops/torch_ops/lora_ops.py",
     distribution="vllm",
@@ -122,8 +123,8 @@ def one_adapter(original: Callable[..., None]) -> Callable[..., None]:
             return
         start = 0
         for a_stacked, b_stacked, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            u_MR = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), a_stacked[0, 0])
-            y.view(-1, y.shape[-1])[:, start : start + size] += torch.nn.functional.linear(u_MR, b_stacked[0, 0])
+            u_MR = exact_linear(x.reshape(-1, x.shape[-1]), a_stacked[0, 0], None)
+            y.view(-1, y.shape[-1])[:, start : start + size] += exact_linear(u_MR, b_stacked[0, 0], None)
             start += size
 
     return add_lora_linear

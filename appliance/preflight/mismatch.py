@@ -149,7 +149,7 @@ def _one_flow(plan: RunPlan, shape: ModelShape | None) -> Iterator[str]:
     rollout, trainer = plan.rollout, plan.trainer
     can = (
         plan.is_cpu
-        and plan.model.lora is None
+        and (plan.model.lora is None or (plan.sends_adapters and not plan.model.lora.dropout))
         and not (shape and (shape.has_experts or shape.beyond_one_flow))
         and all(scheme.spec.trained_in for scheme in rollout.replicas)
         and not rollout.lm_head_fp32

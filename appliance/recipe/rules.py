@@ -27,6 +27,7 @@ from appliance.settings.sections import (
     Backward,
     Correction,
     Forward,
+    Lora,
     LoraSync,
     Reward,
     Task,
@@ -130,14 +131,28 @@ def _lora(recipe: Recipe) -> Iterator[Finding]:
     refused = {
         "correction.uaq_scale": (None, "UAQ scales weights so that an update moves them more, and LoRA moves none"),
         "optimizer.norm_fed_lr_scale": (1.0, "it is a rate of the weights that a norm feeds, and LoRA trains none"),
-        "trainer.forward": (
-            Forward.BF16,
-            "the rollouts' forward has codes of weights, and an adapter has none",
-        ),
     }
     for name, (usual, message) in refused.items():
         if attrgetter(name)(recipe) != usual:
             yield fault((name, key), message, "remove it, or set model.lora to null")
+    yield from _lora_in_one_flow(lora, recipe.trainer.forward)
+
+
+def _lora_in_one_flow(lora: Lora, forward: Forward) -> Iterator[Finding]:
+    """Refuse what has no place in a forward that is the rollouts': a model that is quantised again after each merge,
+    and what an update drops and engines do not."""
+    key = "trainer.forward"
+    if forward is Forward.LINEARS:
+        message = "`linears` has the rollouts' layers without an adapter beside them"
+        yield fault((key, "model.lora"), message, "use bf16, or rollout with model.lora.sync: adapter")
+    if forward is not Forward.ROLLOUT:
+        return
+    if lora.sync is LoraSync.MERGE:
+        message = "`rollout` keeps the model as first quantised, and `merge` sends another at each update"
+        yield fault((key, "model.lora.sync", "model.lora"), message, "use model.lora.sync: adapter, or bf16")
+    if lora.dropout:
+        message = "an update would drop a part of the adapter's input, and the rollouts do not"
+        yield fault(("model.lora.dropout", key, "model.lora"), message, "use 0, or trainer.forward: bf16")
 
 
 def _task(recipe: Recipe) -> Iterator[Finding]:

@@ -290,6 +290,12 @@ class RunPlan(Frozen):
         return self.model.lora is not None and self.model.lora.sync is LoraSync.ADAPTER
 
     @property
+    def trains_on_codes(self) -> bool:
+        """Whether the trainer keeps the layers that are quantised as codes alone: a frozen model, under an adapter, in
+        the rollouts' own forward."""
+        return self.sends_adapters and self.trainer.one_flow
+
+    @property
     def emulates(self) -> bool:
         """Whether any engine emulates its scheme."""
         return any(map(self.quantization.emulates, self.rollout.replicas))

@@ -101,7 +101,7 @@ def _serving(plan: RunPlan, *, folder: str) -> Iterator[tuple[str, str]]:
     """Say how to serve: with one precision flow the policy that was trained is the one that sampled: the folder names
     it."""
     run = shlex.quote(folder)
-    if plan.trainer.one_flow:
+    if plan.trainer.one_flow and not plan.model.lora:
         exact = f"{EXACT_VARIABLE}=1 " if plan.is_cpu else ""
         command = f"{exact}FLASHRL_CONFIG={run}/model/profile/quantization.yaml vllm serve {run}/model"
         yield "serve it", f"as it was trained: {command}"

@@ -181,7 +181,7 @@ class Lora(Section):
     """share of the adapter's inputs that are dropped at random in an update"""
     sync: Lax[LoraSync] = LoraSync.MERGE
     """what an update of weights sends: `merge`: the model with the adapter merged in; `adapter`: the adapter alone, and
-    engines keep the model as they have quantised it"""
+    engines keep the model as they have quantised it, which is what `trainer.forward: rollout` needs"""
 
 
 class Model(Section):

@@ -124,8 +124,9 @@ def _export(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
     try:  # no more of the plan: the rest may be of another version
         raw: dict[str, Any] = json.loads(with_keys_of_today((run_dir / "plan.json").read_bytes()))
         uaq = None if raw["uaq"] is None else UaqPlan.model_validate(raw["uaq"])
-        one_flow = raw.get("trainer", {}).get("forward") == Forward.ROLLOUT
-        needs_model = one_flow or raw.get("model", {}).get("lora")
+        lora = raw.get("model", {}).get("lora")
+        one_flow = raw.get("trainer", {}).get("forward") == Forward.ROLLOUT and not lora
+        needs_model = one_flow or lora
         model = Model.model_validate(raw["model"]) if needs_model else None
         weights = WeightsPlan.model_validate(raw["weights"]) if needs_model else None
         provenance = raw.get("weights", {}).get("provenance", "")  # plans of earlier versions say none

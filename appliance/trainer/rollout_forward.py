@@ -5,6 +5,10 @@ parameters and their names; only what they do is another thing (`RolloutForward`
 digests and the exported model do not change. Parameters are FP32 masters; FSDP gives a forward what it rounds to BF16,
 which is what a weight update sends.
 
+With an adapter that is sent alone (`model.lora.sync: adapter`) the model itself is frozen: it is quantised once, and
+each layer adds its adapter's product as the engine does (`add_adapters`). The BF16 weights of layers that the plan
+quantises are then not kept (trainer/weights_on_disk.py).
+
 The operations and their gradients stand in trainer/rollout_ops.py.
 
 Legend: T tokens of all sequences in a row, D channels of a head, N output and K input channels of a layer, H width of
@@ -14,12 +18,14 @@ the residual stream, V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from verl.models.transformers.dense_common import CausalLMOutputForPPO
@@ -27,7 +33,7 @@ from verl.models.transformers.dense_common import CausalLMOutputForPPO
 from appliance.errors import SyncError, TrainingError
 from appliance.quant.files import kept_layers
 from appliance.quant.layer_view import is_ignored
-from appliance.quant.profile import Smoothing, fold, load_smoothing
+from appliance.quant.profile import Smoothing, fold, fold_columns, fold_rows, load_smoothing
 from appliance.quant.support import RowSupport
 from appliance.sync.manifest import Manifest, digest
 from appliance.sync.precision import quantisation_at
@@ -36,9 +42,11 @@ from appliance.terms.ropes import DEFAULT_ROPE
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.rollout_ops import (
+    AdapterPart,
     EngineWeight,
     Note,
     PackedRow,
+    adapter_product,
     add_norm,
     head_norm,
     linear,
@@ -46,9 +54,36 @@ from appliance.trainer.rollout_ops import (
     silu_and_mul,
 )
 from appliance.trainer.update_log_probs import UPDATE_LOG_PROBS
+from appliance.trainer.weights_on_disk import WeightsOnDisk
 
 HEAD = "lm_head"
 _HINT = "use trainer.forward: bf16"
+
+
+class LayerAdapter(NamedTuple):
+    """Adapter of one module."""
+
+    a: nn.Linear
+    b: nn.Linear
+    scale: float
+    """alpha / rank."""
+    engine_rank: int
+    """Rank to which the engine fills matrices up with zeros."""
+
+    def as_engine(self, name: str, *, smoothing: Smoothing) -> AdapterPart:
+        """Return it as vLLM holds it: with smoothing, times its scale, filled up with zeros. name: of the module.
+        Raises NumericsError."""
+        weight = f"{name}.weight"
+        a_RK = fold_columns(weight, self.a.weight, smoothing=smoothing)
+        b_NR = fold_rows(weight, self.b.weight, smoothing=smoothing) * self.scale
+        if more := self.engine_rank - len(a_RK):
+            a_RK, b_NR = pad(a_RK, (0, 0, 0, more)), pad(b_NR, (0, more))
+        return AdapterPart(a_RK, b_NR)
+
+
+def adapter_names(module: str) -> tuple[str, str]:
+    """Return the names with which an update has the two matrices of a module's adapter."""
+    return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
 class EngineLayer:
@@ -63,8 +98,8 @@ class EngineLayer:
     keeps_dequantised: bool
     """Setting of EngineWeight of the same name."""
     sent: dict[str, str]
-    """Digest of each module's weight with which the engines got it, to be compared with what the next forward computes
-    with; empty where that was done, or the weights have changed."""
+    """Digests, by the names of an update, of what the engines got of this layer, to be compared with what the next
+    forward computes with; empty where that was done, or the weights have changed."""
     part_names: list[str]
     """Names of the modules, or, where a layer has one of them, of all that the engine fuses with it."""
 
@@ -83,43 +118,94 @@ class EngineLayer:
         self.part_names = [name for name, _ in parts]
         self._smoothing = smoothing
         self._parts = parts
+        self._adapters: dict[str, LayerAdapter] = {}
+        self._is_frozen = False
+        self._on_disk: WeightsOnDisk | None = None
+        self._read_again: list[Tensor] | None = None
         self._factor_K = smoothing.column_factor_of(f"{parts[0][0]}.weight")
         self._factor_N = _row_factor_of(parts, smoothing=smoothing)
         self._weight: EngineWeight | None = None
 
-    def forget(self) -> None:
-        """Forget what was made of the weights: they have changed."""
-        self._weight = None
+    def add_adapters(self, adapters: Mapping[str, LayerAdapter]) -> None:
+        """Compute with adapters beside the layer's modules, whose own weights are frozen from now on. adapters: by the
+        names of modules, of those of this layer that have one."""
+        self._adapters, self._is_frozen = dict(adapters), True
+
+    def take_weights_from(self, files: WeightsOnDisk) -> None:
+        """Leave the modules without their weights, and read them from the model's files where they are needed."""
+        for name, part in self._parts:
+            files.take_out(name, part)
+        self._on_disk = files
+
+    def compute_in(self, scheme: Scheme) -> None:
+        """Compute in this scheme from the next forward on."""
+        if scheme is not self.scheme or not self._is_frozen:
+            self._weight, self._read_again = None, None
+        self.scheme = scheme
         self.sent = {}
 
+    def forget(self) -> None:
+        """Forget what was made of the weights that are trained: they have changed."""
+        self.compute_in(self.scheme)
+
+    def note_sent(self, digests: Mapping[str, str]) -> None:
+        """Note what the engines got. digests: of a whole update, by name."""
+        weights, matrices = [], [matrix for name in self._adapters for matrix in adapter_names(name)]
+        if self._on_disk is None:  # what is read from files is compared there
+            weights = [f"{name}.weight" for name, _ in self._parts]
+        if self._is_frozen:  # not every update brings them
+            weights = [name for name in weights if name in digests]
+        self.sent = {name: digests.get(name, "none") for name in (*weights, *matrices)}
+
     def _check_sent(self) -> None:
-        for name, part in self._parts:
-            ours, theirs = digest(part.weight), self.sent[name]
-            if ours != theirs:
-                raise SyncError(f"{name}.weight: the trainer computes with digest {ours}, the engines got {theirs}")
+        ours = {f"{name}.weight": part.weight for name, part in self._parts}
+        for name, adapter in self._adapters.items():
+            ours |= dict(zip(adapter_names(name), (adapter.a.weight, adapter.b.weight), strict=True))
+        for name, theirs in self.sent.items():
+            if (computed := digest(ours[name])) != theirs:
+                raise SyncError(f"{name}: the trainer computes with digest {computed}, the engines got {theirs}")
         self.sent = {}
+
+    def _weights(self, x: Tensor) -> list[Tensor]:
+        """Return the weight of each module, for x's device."""
+        if self._on_disk is None:
+            return [part.weight for _, part in self._parts]
+        return [self._on_disk.read(f"{name}.weight").to(x.device) for name, _ in self._parts]
 
     def __call__(self, x: Tensor, *, gated: bool = False) -> Tensor:
         """Return [T, N] of [T, K]; gated: of [T, 2K]. Raises NumericsError for a weight that is not finite, and for
         an activation where gradients are needed; SyncError for a weight that the engines have otherwise."""
         if self.sent:
             self._check_sent()
-        weights = [part.weight for _, part in self._parts]
+        y_TN = self._of_base(x, gated=gated)
+        return y_TN + self._of_adapters(x, gated=gated) if self._adapters else y_TN
+
+    def _of_adapters(self, x: Tensor, *, gated: bool) -> Tensor:
+        parts: list[AdapterPart | int] = []
+        for name, part in self._parts:
+            adapter = self._adapters.get(name)
+            parts.append(part.out_features if adapter is None else adapter.as_engine(name, smoothing=self._smoothing))
+        return adapter_product(x, parts, gated=gated)
+
+    def _of_base(self, x: Tensor, *, gated: bool) -> Tensor:
         biases = [part.bias for _, part in self._parts if part.bias is not None]
         bias_N = torch.cat(biases) if biases else None
         if bias_N is not None and self._factor_N is not None:
             bias_N = bias_N * self._factor_N.to(bias_N)
         if not self.scheme.quantised:
+            weights = self._read_again or self._weights(x)
+            self._read_again = None if self._on_disk is None else weights
             weight_NK = torch.cat(weights) if len(weights) > 1 else weights[0]  # a copy would be kept for backward
             if self._factor_K is not None:
                 weight_NK = weight_NK * self._factor_K.to(weight_NK)
             if self._factor_N is not None:
                 weight_NK = weight_NK * self._factor_N.to(weight_NK)[:, None]
             return linear(silu_and_mul(x) if gated else x, weight_NK, bias_N)
+        weights = [] if self._is_frozen else self._weights(x)
         if self._weight is None:
             folded = [
                 fold(f"{name}.weight", weight.detach(), smoothing=self._smoothing)
-                for (name, _), weight in zip(self._parts, weights, strict=True)
+                for (name, _), weight in zip(self._parts, weights or self._weights(x), strict=True)
             ]
             self._weight = EngineWeight.from_linears(
                 folded,
@@ -290,19 +376,36 @@ class RolloutForward:
         UPDATE_LOG_PROBS.end()
         ignore = (*quantisation.ignore, *self._kept_layers)
         for layer in self.linears():
-            layer.forget()
             kept = layer.name in ignore or all(is_ignored(name, ignore) for name in layer.part_names)
-            layer.scheme = Scheme.BF16 if kept else quantisation.scheme
+            layer.compute_in(Scheme.BF16 if kept else quantisation.scheme)
 
     def note_sent(self, manifest: Manifest) -> None:
         """Note what was sent: the engines have it now, and so has this model until its weights change."""
-        sent = {one.name: one.digest for one in manifest.records}
+        digests = {one.name: one.digest for one in manifest.records}
         for layer in self.linears():
-            layer.sent = {name: sent.get(f"{name}.weight", "none") for name in layer.part_names}
+            layer.note_sent(digests)
         UPDATE_LOG_PROBS.begin(is_open=self._keeps)
 
     def linears(self) -> list[EngineLayer]:
         return self._linears
+
+    def add_adapters(self, model: nn.Module, *, engine_rank: int, files: WeightsOnDisk) -> None:
+        """Compute with the adapters that were put into the model, beside frozen weights. Those of layers that the plan
+        quantises are taken out of the model; they stay in its files.
+
+        model: as PEFT returns it.  engine_rank: as LayerAdapter's.
+        """
+        modules = {name.removeprefix("base_model.model."): module for name, module in model.named_modules()}
+        for layer in self.linears():
+            adapters = {}
+            for name in layer.part_names:
+                module = modules[name]
+                if isinstance(module, LoraLayer):
+                    matrices = (each["default"] for each in (module.lora_A, module.lora_B))
+                    adapters[name] = LayerAdapter(*matrices, module.scaling["default"], engine_rank)
+            layer.add_adapters(adapters)
+            if layer.scheme.quantised:
+                layer.take_weights_from(files)
 
     @property
     def is_emulated(self) -> bool:

@@ -18,6 +18,12 @@ Or in E4M3 (`fp8_backward`, of layers in `fp8-block`; on a CPU emulated as the f
 W^ by the codes of the forward; X^ by those that it kept, dequantised and quantised again along tokens. The last block
 of tokens is shorter, which is as good as padded: zeros add nothing, and to no largest value.
 
+An adapter beside a quantised layer (LoRA) has u = A X in BF16 and adds B u, rounded once more, to Y, as the engine
+does; its gradients are those of that formula, with A and B as they are multiplied, scale and smoothing within. The
+codes of its base have none then, and no activations are quantised for them.
+
+    du = B^T dY     dB = dY u^T     dA = du X^T     dX += A^T du
+
 The codes kept are the codec's. oneDNN's are the same. sgl's kernel divides in another way and may round a tie to the
 other side, and nothing else: x and a = 127 s are BF16, of significands X and A < 256, and 127 X / (2^k A) is n + 1/2
 or off by 1 / (254 X) of it at least. The other code is as near to x; dW is another one by sum_t s_t |dY_tn| at most,
@@ -41,7 +47,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from appliance.errors import NumericsError
-from appliance.quant.codec import QuantisedWeight, chunk_rows, dequantise, quantise
+from appliance.quant.codec import QuantisedWeight, all_finite, chunk_rows, dequantise, quantise
 from appliance.quant.codec_fp8 import quantise_fp8_tokens, transposed
 from appliance.quant.codec_int8 import dequantise_rows, int8_rows
 from appliance.quant.cpu_gemm import quantise_weight
@@ -113,6 +119,66 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def _silu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class AdapterPart:
+    """Adapter of one of the modules that a layer of the engine is made of, as the engine multiplies with it."""
+
+    a_RK: Tensor
+    b_NR: Tensor
+    """Times alpha / rank."""
+
+
+def adapter_product(x: Tensor, parts: Sequence[AdapterPart | int], *, gated: bool) -> Tensor:
+    """Return [T, N] of [T, K], what adapters add to a layer; gated: of [T, 2K], as in EngineWeight. parts: of the
+    modules that the layer is made of; for one without an adapter the number of its output channels."""
+    sizes = tuple(len(part.b_NR) if isinstance(part, AdapterPart) else part for part in parts)
+    present = tuple(isinstance(part, AdapterPart) for part in parts)
+    matrices = [matrix for part in parts if isinstance(part, AdapterPart) for matrix in (part.a_RK, part.b_NR)]
+    return _AdapterProduct.apply(x, gated, sizes, present, *matrices)
+
+
+class _AdapterProduct(Function):
+    """What is multiplied is kept before `silu_and_mul`, and u is made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gated: bool, sizes: tuple[int, ...], present: tuple[bool, ...], *matrices: Tensor
+    ) -> Tensor:
+        ctx.gated, ctx.sizes, ctx.present = gated, sizes, present
+        ctx.save_for_backward(x, *matrices)
+        x_TK, multiply = silu_and_mul(x) if gated else x, kernels_of(x).linear
+        pairs, outputs = zip(matrices[::2], matrices[1::2], strict=True), []
+        for size, has_adapter in zip(sizes, present, strict=True):
+            if has_adapter:
+                a_RK, b_NR = next(pairs)
+                outputs.append(multiply(multiply(x_TK, a_RK, None), b_NR, None))
+            else:
+                outputs.append(x.new_zeros(len(x), size))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x, *matrices = ctx.saved_tensors
+        x_TK, multiply = x, kernels_of(x).linear
+        if ctx.gated:
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                x_TK = silu_and_mul(x)
+        of_parts = grad_TN.split(ctx.sizes, dim=1)
+        grads_TN = [grad for grad, has_adapter in zip(of_parts, ctx.present, strict=True) if has_adapter]
+        of_u, of_b = [], []
+        for grad, a_RK, b_NR in zip(grads_TN, matrices[::2], matrices[1::2], strict=True):
+            of_u.append(grad @ b_NR)
+            of_b.append(grad.t() @ multiply(x_TK.detach(), a_RK, None))
+        grad_u = torch.cat(of_u, dim=1)
+        of_a = (grad_u.t() @ x_TK.detach()).split([len(a_RK) for a_RK in matrices[::2]])
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad_u @ torch.cat(matrices[::2])
+            grad_x = torch.autograd.grad(x_TK, x, grad_x)[0] if ctx.gated else grad_x
+        return grad_x, None, None, None, *itertools.chain(*zip(of_a, of_b, strict=True))
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -258,11 +324,16 @@ class EngineWeight:
         except NumericsError as error:
             raise NumericsError(f"{self.name} in training: {error.message}") from None
 
+    def require_finite(self, x_TK: Tensor) -> None:
+        """Check activations of which no codes are made. Raises NumericsError."""
+        if not all_finite(x_TK):
+            raise NumericsError(f"{self.name} in training: an activation has a value that is not finite")
+
     def __call__(
         self, x_TK: Tensor, weights: Sequence[Tensor], bias_N: Tensor | None, *, gated: bool = False
     ) -> Tensor:
-        """Return [T, N] BF16. weights: those that it was made of, before folding: they get the gradients. gated: x
-        is [T, 2K], and `silu_and_mul` of it is multiplied."""
+        """Return [T, N] BF16. weights: those that it was made of, before folding: they get the gradients; none where
+        they are frozen. gated: x is [T, 2K], and `silu_and_mul` of it is multiplied."""
         if not torch.is_grad_enabled():
             return self.gemm(silu_and_mul(x_TK) if gated else x_TK, bias_N)
         place_TN = _EngineLinear.apply(self, gated, x_TK, bias_N, *weights)
@@ -324,10 +395,15 @@ class _EngineLinear(Function):
         ctx: Any, layer: EngineWeight, gated: bool, x: Tensor, bias_N: Tensor | None, *weights: Tensor
     ) -> Tensor:
         ctx.layer, ctx.gated, ctx.rows = layer, gated, [len(each) for each in weights]
-        codes = None if gated else layer.codes_of(x)
-        ctx.save_for_backward(*((x,) if codes is None else (codes.codes_NK, codes.scale)))
-        ctx.block = None if codes is None else codes.block
-        return x.new_empty(1).expand(len(x), sum(ctx.rows))
+        if gated:
+            ctx.save_for_backward(x)
+        elif weights:
+            codes = layer.codes_of(x)
+            ctx.save_for_backward(codes.codes_NK, codes.scale)
+            ctx.block = codes.block
+        else:
+            layer.require_finite(x)
+        return x.new_empty(1).expand(len(x), len(layer.quantised.codes_NK))
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
@@ -338,9 +414,12 @@ class _EngineLinear(Function):
             gate_up = ctx.saved_tensors[0].detach().requires_grad_()
             with torch.enable_grad():
                 x_TK = silu_and_mul(gate_up)
-            passed = ctx.layer.codes_of(x_TK.detach())
+            if ctx.rows:
+                passed = ctx.layer.codes_of(x_TK.detach())
+            else:
+                ctx.layer.require_finite(x_TK.detach())
             grad_x = torch.autograd.grad(x_TK, gate_up, grad_x)[0] if needs_x else None
-        else:
+        elif ctx.rows:
             codes_TK, scale = ctx.saved_tensors
             passed = QuantisedWeight(codes_TK, scale=scale, block=ctx.block, scheme=weight.scheme)
         grad_bias = grad_TN.sum(0, dtype=torch.float32).to(grad_TN.dtype) if needs_bias else None

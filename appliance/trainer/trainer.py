@@ -349,7 +349,8 @@ class ApplianceTrainer(PPOTrainerSync):
         """Write `model/`: what the last checkpoint has, see trainer/export.py."""
         self._begin_phase(Phase.EXPORT)
         last = checkpoint_folder(self.run_dir, step=self.plan.trainer.steps)
-        flow = self.plan.engines[0] if self.plan.trainer.one_flow else None
+        is_served_by_model = self.plan.trainer.one_flow and not self.plan.model.lora
+        flow = self.plan.engines[0] if is_served_by_model else None
         export_checkpoint(
             last,
             target=self.run_dir / "model",

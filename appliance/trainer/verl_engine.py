@@ -17,7 +17,8 @@ each forward and each backward of each micro-batch. Where memory allows (it is t
 copies made by an update's first forward serve all of its micro-batches. So do the dequantised weights that the
 rollouts' own forward multiplies gradients with.
 
-LoRA (`model.lora`): see trainer/lora.py. A learning rate that sinks linearly, where verl's FSDP engine has a constant
+LoRA (`model.lora`): see trainer/lora.py; with the rollouts' own forward the model keeps no BF16 weights of what that
+quantises (trainer/weights_on_disk.py). A learning rate that sinks linearly, where verl's FSDP engine has a constant
 and a cosine. A reference on a CPU.
 
 FP16 (`trainer.dtype`): verl makes torch's gradient scaler, which doubles what losses are multiplied by after so many
@@ -51,6 +52,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.rollout.vllm_rollout.utils import get_vllm_max_lora_rank
 
 from appliance.processes import return_free_memory
 from appliance.quant.mismatch import LayerTrace, Place
@@ -75,6 +77,7 @@ from appliance.trainer.metrics import SCALER_METRICS
 from appliance.trainer.rollout_forward import RolloutForward, put_in
 from appliance.trainer.top_words import DIVERGENCE, TopWordsEngine
 from appliance.trainer.update_log_probs import UPDATE_LOG_PROBS
+from appliance.trainer.weights_on_disk import WeightsOnDisk
 
 _LEAST_TEMPERATURE = 1e-8  # as verl divides logits
 _GROWS_AFTER = 400  # updates without an overflow, as in verl's
@@ -116,6 +119,10 @@ class ApplianceEngine(TopWordsEngine):
         self._frozen, self._merges = FrozenWeights(), 0
         self._sent_to: tuple[int, Precision] | None = None
         adapted = put_adapter_in(module, lora=lora, seed=_plan().seed)
+        self._on_disk: WeightsOnDisk | None = None
+        if self._flow is not None:
+            self._on_disk = WeightsOnDisk(Path(self.model_config.local_path))
+            self._flow.add_adapters(adapted, engine_rank=get_vllm_max_lora_rank(lora.rank), files=self._on_disk)
         # Of what is dropped; checkpoints have the state from there on.
         torch.manual_seed(_plan().seed + torch.distributed.get_rank())
         return adapted
@@ -130,7 +137,8 @@ class ApplianceEngine(TopWordsEngine):
         self._frozen.check(self.module)
         run_dir = Path(_plan().run_dir)
         engines = read_generation(run_dir).number, read_wanted(run_dir)
-        base = base_weights(self.module) if engines != self._sent_to else iter(())
+        on_disk = iter(()) if self._on_disk is None else self._on_disk.weights()
+        base = chain(base_weights(self.module), on_disk) if engines != self._sent_to else iter(())
         self._sent_to = engines
         config = adapter_config(self.module)
         return chain(base, adapter_weights(self.module).items()), config

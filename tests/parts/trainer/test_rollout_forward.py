@@ -438,11 +438,16 @@ def packed(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Te
 
 
 def float64_log_probs(
-    model: nn.Module, parameters: dict[str, Tensor], inputs: dict[str, Tensor], passed: list[Tensor]
+    model: nn.Module,
+    parameters: dict[str, Tensor],
+    inputs: dict[str, Tensor],
+    passed: list[Tensor],
+    adapters: dict[str, tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
     """[T]: transformers' formulas with each layer's input and weights in place of themselves dequantised.
 
     parameters: the parameters in float64.  passed: dequantised inputs, in the order in which the layers ran.
+    adapters: by layer, A and B times its scale, which read the inputs themselves.
     """
     config, inputs_of = model.config, iter(passed)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -460,6 +465,9 @@ def float64_log_probs(
         codes = EngineWeight.from_linears([weight.to(torch.bfloat16)], scheme=Scheme.INT8, factor_K=None).quantised
         biases = [parameters[f"{name}.bias"] for name in names if f"{name}.bias" in parameters]
         y = instead(next(inputs_of), x) @ instead(dequantise_int8(codes).double(), weight).t()
+        if adapters is not None:
+            matrices = [adapters[name] for name in names]
+            y = y + torch.cat([x @ a_RK.t() @ b_NR.t() for a_RK, b_NR in matrices], dim=1)
         return y + torch.cat(biases) if biases else y
 
     x = parameters["model.embed_tokens.weight"][inputs["input_ids"][0]]

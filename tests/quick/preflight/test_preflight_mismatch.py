@@ -127,6 +127,7 @@ def test_the_budget_follows_the_guards_bound_and_a_named_profile_has_to_go() -> 
         ("rollout.scheme=auto", "rollout.replicas=[int8, bf16]", "cluster.gpus_per_node=2"),
         ("rollout.lm_head_fp32=true",),
         ("model.lora={rank: 8}",),
+        ("model.lora={rank: 8, sync: adapter, dropout: 0.1}",),
         ("rollout.tensor_parallel=2", "cluster.gpus_per_node=2"),
     ],
 )
@@ -135,6 +136,11 @@ def test_one_flow_is_not_advised_where_it_is_refused(sets: tuple[str, ...]) -> N
         planned("trainer.forward=rollout", *sets)
     ((_, remedy),) = warned(*sets)
     assert "trainer.forward" not in remedy and BF16 in remedy
+
+
+def test_one_flow_is_advised_beside_an_adapter_that_goes_alone() -> None:
+    ((_, remedy),) = warned("model.lora={rank: 8, sync: adapter}")
+    assert "`trainer.forward: rollout`" in remedy
 
 
 def test_one_flow_is_not_advised_for_experts_and_gpus() -> None:
