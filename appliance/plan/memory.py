@@ -11,7 +11,9 @@ any one time. The bases are measured on models so small that nothing else counts
 against measured runs.
 
 With LoRA the model is held in BF16, and gradients and Adam are the adapter's; while weights are sent, each host has a
-copy of the model besides.
+copy of the model besides. An adapter that is sent alone needs no such copy: a model that goes with it is sent tensor by
+tensor. Its engine keeps the model, and so a host holds the engine's weights while the engine sleeps. Where the trainer
+has codes in place of weights (`RunPlan.trains_on_codes`) they stay from update to update, on each rank.
 
 P weights, N GPUs, T tokens of one forward on one GPU, h hidden, q attention's width, i intermediate, V vocabulary,
 L layers.
@@ -44,6 +46,7 @@ _LOGITS = 8  # bytes per token and word: BF16 logits, their gradient, what the e
 _LOGITS_ON_CPU = 12  # the same in FP32
 _PACKED = 2  # bytes per weight that a rank of `trainer.forward: rollout` quantises itself: codes, and what multiplies
 _CODES = 1  # of them on a GPU, where the codes themselves are multiplied; each rank has all, until the next update
+_KEPT_CODES = "codes of the forward"
 _BUCKET = GIB // 2  # of the weights that are sent at once, verl's
 _REFERENCE = 4  # bytes per weight, FP32, shared by all ranks
 _SHARINGS = (1, 2, 4, 8)
@@ -102,14 +105,25 @@ def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
     offloads = plan.trainer.offload_parameters
     without_offloaded, whole = (_state(plan, shape, parameters=each) for each in (not offloads, True))
     largest = shape.vocab * shape.hidden  # weights of the embedding
+    kept_codes = _CODES * shape.linear_weights if plan.trains_on_codes else 0
     return (
-        Moment("rollout", (*rollout, Part(beside, without_offloaded, **certain), Part("CUDA", _CONTEXT)), limit),
+        Moment(
+            "rollout",
+            (
+                *rollout,
+                Part(beside, without_offloaded, **certain),
+                Part(_KEPT_CODES, kept_codes, **certain),
+                Part("CUDA", _CONTEXT),
+            ),
+            limit,
+        ),
         _update(plan, shape, limit=limit),
         Moment(
             "sync",
             (
                 Part("engine's weights", engine_weights(plan, shape), **certain),
-                Part(beside, whole if plan.model.lora else without_offloaded, **certain),
+                Part(beside, whole if _merges(plan) else without_offloaded, **certain),
+                Part(_KEPT_CODES, kept_codes, **certain),
                 Part("weights on their way", _BUCKET + (2 * _FROZEN + (0 if plan.model.lora else _MASTER)) * largest),
                 Part("CUDA and the engine's graphs", 2 * _CONTEXT + _GRAPHS_ASLEEP),
             ),
@@ -120,6 +134,7 @@ def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
             (
                 *rollout,
                 Part(beside, whole, **certain),
+                Part(_KEPT_CODES, kept_codes, **certain),
                 Part("the largest weight", 0 if plan.model.lora else _GATHERED * largest),
                 Part("CUDA", _CONTEXT),
             ),
@@ -159,7 +174,7 @@ def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
             Part("gathered layers", 2 * (2 * shape.linear_weights // shape.layers + others)),
             Part("activations", _activations(plan, shape)),
             Part("logits", _tokens_of_a_forward(plan) * shape.vocab * _LOGITS),
-            Part("codes of the forward", _CODES * shape.linear_weights if plan.trainer.quantises else 0, certain=True),
+            Part(_KEPT_CODES, _CODES * shape.linear_weights if plan.trainer.quantises else 0, certain=True),
             Part("CUDA and the sleeping engine", 2 * _CONTEXT + _GRAPHS_ASLEEP),
         ),
         limit,
@@ -173,8 +188,15 @@ def trained_weights(plan: RunPlan, shape: ModelShape) -> int:
 
 
 def _parameters(plan: RunPlan, shape: ModelShape) -> int:
-    """Bytes of what the trainer holds weights in, all ranks together."""
-    return _MASTER * trained_weights(plan, shape) + (_FROZEN * shape.weights if plan.model.lora else 0)
+    """Bytes of what the trainer holds weights in, all ranks together, without codes."""
+    num_frozen = shape.weights if plan.model.lora else 0
+    num_frozen -= shape.linear_weights if plan.trains_on_codes else 0
+    return _MASTER * trained_weights(plan, shape) + _FROZEN * num_frozen
+
+
+def _merges(plan: RunPlan) -> bool:
+    """Whether a whole model with its adapter merged in is sent at each update."""
+    return plan.model.lora is not None and not plan.sends_adapters
 
 
 def engine_share(plan: RunPlan, shape: ModelShape) -> Moment | None:
@@ -241,7 +263,9 @@ def forward_bytes(plan: RunPlan, shape: ModelShape) -> int:
     copies = 0
     if plan.trainer_memory.keeps_copies:
         dequantises = plan.trainer.quantises and not plan.trainer.fp8_backward
-        copies = _COPY * (shape.weights + (shape.linear_weights if dequantises else 0))
+        num_copied = shape.weights - (shape.linear_weights if plan.trains_on_codes else 0)
+        num_copied += trained_weights(plan, shape) if plan.model.lora else 0
+        copies = _COPY * (num_copied + (shape.linear_weights if dequantises else 0))
     return _activations(plan, shape) + _tokens_of_a_forward(plan) * shape.vocab * per_logit + copies
 
 
@@ -267,11 +291,14 @@ def _tokens_of_a_forward(plan: RunPlan) -> int:
 
 
 def host_bytes(plan: RunPlan, shape: ModelShape) -> int:
-    """Estimate the bytes of each host's memory while responses are generated: what is offloaded; a reference model,
-    which verl keeps there (with LoRA it is the base); and LoRA's copy while weights are sent."""
+    """Estimate the bytes of each host's memory: what is offloaded; a reference model, which verl keeps there (with LoRA
+    it is the base); LoRA's copy while weights are sent; and what engines that keep their model leave there while they
+    sleep."""
     state = _parameters(plan, shape) if plan.trainer.offload_parameters else 0
     state += _ADAM * trained_weights(plan, shape) if plan.trainer.offload_optimizer else 0
-    if plan.model.lora:
+    if plan.sends_adapters:
+        state += _MASTER * trained_weights(plan, shape) + plan.topology.engines * engine_weights(plan, shape)
+    elif plan.model.lora:
         state += _FROZEN * shape.weights
     elif plan.algorithm.kl:
         state += _REFERENCE * shape.weights
@@ -322,6 +349,8 @@ def _largest_of_trainer(plan: RunPlan, shape: ModelShape) -> int:
     forward = forward_bytes(plan, shape)
     if plan.trainer.quantises:  # gone when the weights change, and so at a save
         forward += _PACKED * shape.linear_weights
+    if plan.sends_adapters:  # tensor by tensor; a checkpoint has the adapter alone
+        return plan.topology.gpus * forward
     return max(plan.topology.gpus * forward, (_FROZEN if plan.model.lora else _GATHERED) * shape.weights)
 
 

@@ -391,7 +391,8 @@ def estimates(plan: RunPlan, *, model_bytes: int = 0, shape: ModelShape | None =
     for moment in moments(plan, shape) if shape else ():
         needs.append((f"memory, {moment.name}", moment.text))
     if shape and is_estimated(plan, shape) and (offloaded := host_bytes(plan, shape)):
-        needs.append(("memory, host", f"about {gib(offloaded)} of the trainer's state on each host"))
+        what = "the trainer's state and engines that sleep" if plan.sends_adapters else "the trainer's state"
+        needs.append(("memory, host", f"about {gib(offloaded)} of {what} on each host"))
     needs.append(("time", _time(plan)))
     return needs
 

@@ -10,7 +10,7 @@ from plans import HOST
 
 from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
-from appliance.plan.memory import gpu_ladder, host_bytes, memory_by_role, moments, trained_weights
+from appliance.plan.memory import Role, gpu_ladder, host_bytes, memory_by_role, moments, trained_weights
 from appliance.plan.verl_args import overrides
 from appliance.preflight.disk import needed_bytes
 from appliance.recipe.load import load_recipe
@@ -76,7 +76,15 @@ def test_an_adapter_that_goes_alone_is_held_beside_the_model(root: Path) -> None
         ),
         (
             ("trainer.forward=rollout",),
-            "trainer.forward: the rollouts' forward has codes of weights, and an adapter has none",
+            "trainer.forward: `rollout` keeps the model as first quantised, and `merge` sends another at each update",
+        ),
+        (
+            ("trainer.forward=linears", "model.lora.sync=adapter"),
+            "trainer.forward: `linears` has the rollouts' layers without an adapter beside them",
+        ),
+        (
+            ("trainer.forward=rollout", "model.lora.sync=adapter", "model.lora.dropout=0.1"),
+            "model.lora.dropout: an update would drop a part of the adapter's input, and the rollouts do not",
         ),
         (("model.lora.targets=[q_proj, q_proj]",), "model.lora.targets: a layer is named twice"),
         (("model.lora.targets=[lm_head]",), "model.lora.targets.0: unknown value `lm_head`"),
@@ -128,6 +136,59 @@ def test_only_the_adapter_has_gradients_and_moments() -> None:
     assert host_bytes(offloaded, SHAPE_7B) == 4 * SHAPE_7B.weights + 12 * adapter
     _, checkpoints = needed_bytes(plan, model_bytes=2 * SHAPE_7B.weights, shape=SHAPE_7B)
     assert checkpoints == 16 * adapter
+
+
+def test_an_adapter_that_goes_alone_needs_no_merged_model() -> None:
+    """The adapter goes in FP32 through the host's memory; there the engine's weights lie while it sleeps, too. What is
+    sent of an offloaded model goes tensor by tensor."""
+    adapter, engine = 80_740_352, SHAPE_7B.linear_weights + 4 * 152064 * 3584
+    plan = planned("gsm8k-7b-lora-int8", "model.lora.sync=adapter", "trainer.offload_parameters=true")
+    assert host_bytes(plan, SHAPE_7B) == 2 * SHAPE_7B.weights + 4 * adapter + 4 * adapter + engine
+    (sync,) = (moment for moment in moments(plan, SHAPE_7B) if moment.name == "sync")
+    assert {part.name: part.size for part in sync.parts}["trainer's state"] == 8 * adapter
+    short = ("cluster.gpus_per_node=2", "batch.micro_batch_sequences=1")  # no copies of weights are kept for a forward
+    merged, alone = (
+        memory_by_role(planned("arithmetic-tiny-lora-int8", f"model.lora.sync={sync}", *short), SHAPE_7B)[Role.TRAINER]
+        for sync in ("merge", "adapter")
+    )
+    assert alone < merged - SHAPE_7B.weights  # a forward of 14 tokens on each rank, in place of 2 bytes a weight
+
+
+def test_a_trainer_of_codes_keeps_no_weights_of_the_layers_that_are_quantised() -> None:
+    """By hand: codes of 1 byte a weight on a GPU, at all times; embedding and head in BF16, of the same size here. On a
+    CPU codes, and packed weights beside them."""
+    sets = ("model.lora.sync=adapter", "trainer.forward=rollout")
+    plan = planned("gsm8k-7b-lora-int8", *sets)
+    assert plan.trains_on_codes and not planned("gsm8k-7b-lora-int8", sets[0]).trains_on_codes
+    adapter, left = 80_740_352, SHAPE_7B.weights - SHAPE_7B.linear_weights
+    rollout, update, sync, save = ({part.name: part.size for part in each.parts} for each in moments(plan, SHAPE_7B))
+    assert {each["codes of the forward"] for each in (rollout, update, sync, save)} == {SHAPE_7B.linear_weights}
+    assert update["weights"] == 2 * left + 4 * adapter
+    assert rollout["trainer's state"] == sync["trainer's state"] == 2 * left + (4 + 8) * adapter
+    tiny = TINY_MODELS["tiny-arithmetic"].shape
+    on_cpu = [
+        memory_by_role(planned("arithmetic-tiny-lora-int8", *each, "batch.micro_batch_sequences=8"), tiny)[Role.TRAINER]
+        for each in (sets[:1], sets)
+    ]
+    # copies for the gradients: of dequantised weights in place of those of parameters
+    assert on_cpu[1] - on_cpu[0] == (2 - 2) * tiny.linear_weights
+
+
+def test_7b_fits_on_one_gpu_of_24_gb_where_the_trainer_has_codes() -> None:
+    """And no other LoRA does."""
+    on_one, flow = "cluster.device=rtx4090", ("model.lora.sync=adapter", "trainer.forward=rollout")
+    changes = gpu_ladder(planned("gsm8k-7b-lora-int8", on_one, *flow), SHAPE_7B)
+    assert changes == (
+        "trainer.offload_optimizer: true",
+        "trainer.offload_parameters: true",
+        "batch.max_tokens_per_gpu: 1024",
+        "rollout.gpu_memory_utilization: 0.55",
+    )
+    fitted = planned("gsm8k-7b-lora-int8", on_one, *flow, *(change.replace(": ", "=") for change in changes))
+    assert [moment.short for moment in moments(fitted, SHAPE_7B)] == [0] * 4
+    for sync in ("merge", "adapter"):
+        bf16 = planned("gsm8k-7b-lora-int8", on_one, f"model.lora.sync={sync}")
+        assert "cluster.gpus_per_node: 2" in gpu_ladder(bf16, SHAPE_7B)
 
 
 def test_its_reference_needs_no_memory() -> None:
