@@ -141,3 +141,43 @@ def test_an_adapter_that_goes_alone_trains_and_its_model_comes_with_each_change_
     assert [line["sync"] for line in whole][:2] == [1, 4] and len(alone) >= 3
     assert all(line["layers_proven"] == line["layers"] for line in taken)
     assert done.left == ()
+
+
+def test_a_trainer_with_the_engines_codes_under_its_adapter_has_their_log_probs(
+    with_tiny_cache: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """In whatever the guard makes of them: a cap below 1 cuts every weight, one level a step. The model that is left is
+    the one in its files with the adapter merged in."""
+    import torch
+    from safetensors.torch import load_file
+
+    climbing = ("correction.cap=0.9", "guard.bad_steps=1", "guard.cooling_steps=0")
+    sets = (
+        *("model.lora.sync=adapter", "trainer.forward=rollout", *climbing, "guard.actions=[raise-precision, bf16]"),
+        *("trainer.validate_before=false", "trainer.validate_every=2", "trainer.validate_bf16_every=2"),
+        *("trainer.steps=6", "rollout.temperature=0.8", FEW),
+    )
+    done = train(with_tiny_cache(tmp_path), *sets, name="codes", recipe="arithmetic-tiny-lora-int8")
+    assert done.code == 0, done.stderr[-4000:]
+    lines = done.json_lines("metrics.jsonl")
+    layers = [("int8", 0)] * 2 + [("int8", 4), ("int8", 8)] + [("bf16", 16)] * 2
+    assert [(line["scheme"], line["bf16_layers"]) for line in lines] == layers
+    for line in lines:
+        assert (line["mismatch_equal_fraction"], line["mismatch_k3_kl"]) == (1, 0)
+        assert line["grad_norm"] > 0 and line["logprob_s"] == 0
+    taken, sent = (done.json_lines(f"sync/{side}-0-0.jsonl") for side in ("rollout", "trainer"))
+    assert [line["manifest"] for line in taken] == [line["manifest"] for line in sent]
+    assert all(line["layers_proven"] == line["layers"] for line in taken)
+    trainer = json.loads((done.run_dir / "attest" / "trainer-0.json").read_text())["detail"]
+    assert (trainer["forward"], trainer["quantised"]) == ("rollout", [])
+    model, base = done.run_dir / "model", json.loads((done.run_dir / "plan.json").read_text())["weights"]["folder"]
+    merged, weights = (load_file(folder / "model.safetensors") for folder in (model, Path(base)))
+    adapter = load_file(model / "adapter" / "adapter_model.safetensors")
+    for name, weight_NK in weights.items():
+        a, b = (f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight" for part in "AB")
+        if a in adapter:
+            assert bool(adapter[b].any())
+            weight_NK = weight_NK + (adapter[b] @ adapter[a]).bfloat16()
+        assert torch.allclose(merged[name].float(), weight_NK.float(), rtol=2.0**-7, atol=2.0**-10), name
+    assert not (model / "profile").exists() and "FLASHRL_CONFIG" not in done.stderr  # served so it is another policy
+    assert done.left == ()

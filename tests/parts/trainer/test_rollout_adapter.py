@@ -59,7 +59,7 @@ def test_gradients_of_an_adapters_product() -> None:
     y_TN = adapter_product(x_TK, [AdapterPart(a, b), 24, AdapterPart(a2, b2)], gated=False)
     y_TN.backward(grad_TN)
     assert not y_TN[:, 64:88].any()
-    wanted_TK, bound_TK = torch.zeros(41, 96).double(), torch.zeros(41, 96).double()
+    expected_TK, bound_TK = torch.zeros(41, 96).double(), torch.zeros(41, 96).double()
     x, grads = x_TK.detach().double(), grad_TN.double().split([64, 24, 40], dim=1)
     for (a_RK, b_NR), grad, y in zip(parts, (grads[0], grads[2]), y_TN.split([64, 24, 40], dim=1)[::2], strict=True):
         a_, b_ = a_RK.detach().double(), b_NR.detach().double()
@@ -68,8 +68,8 @@ def test_gradients_of_an_adapters_product() -> None:
         assert_within(y, u @ b_.t(), 2 * U * (magnitude @ b_.abs().t()))
         assert_within(b_NR.grad, grad.t() @ u, 2 * U * (grad.abs().t() @ magnitude))
         assert_within(a_RK.grad, of_u.t() @ x, 2 * U * (size_u.t() @ x.abs()))
-        wanted_TK, bound_TK = wanted_TK + of_u @ a_, bound_TK + 2 * U * (size_u @ a_.abs())
-    assert_within(x_TK.grad, wanted_TK, bound_TK)
+        expected_TK, bound_TK = expected_TK + of_u @ a_, bound_TK + 2 * U * (size_u @ a_.abs())
+    assert_within(x_TK.grad, expected_TK, bound_TK)
 
 
 def test_gradients_through_silu_and_mul() -> None:
@@ -95,11 +95,11 @@ def test_a_frozen_layer_passes_gradients_through_its_codes(
     layer = EngineWeight.from_linears([weight_NK.detach()], scheme=scheme, factor_K=None)
     trained = layer(x, [weight_NK], None, gated=gated)
     trained.backward(grad_TN)
-    wanted, x.grad = x.grad, None
+    of_trained, x.grad = x.grad, None
     monkeypatch.setattr(EngineWeight, "codes_of", None)
     frozen = layer(x, [], None, gated=gated)
     frozen.backward(grad_TN)
-    assert torch.equal(frozen, trained) and torch.equal(x.grad, wanted)
+    assert torch.equal(frozen, trained) and torch.equal(x.grad, of_trained)
     if not gated:
         w, grad = dequantise(layer.quantised).double(), grad_TN.double()
         assert_within(x.grad, grad @ w, 2 * U * (grad.abs() @ w.abs()))
@@ -183,8 +183,8 @@ def test_codes_are_made_once_and_weights_are_in_files_alone(tmp_path: Path, monk
     model = saved(tmp_path)
     weights = {name: each.clone() for name, each in model.state_dict().items()}
     peft, flow, on_disk = adapted(tmp_path, model)
-    made, from_linears = [], EngineWeight.from_linears
-    monkeypatch.setattr(EngineWeight, "from_linears", lambda *a, **k: made.append(1) or from_linears(*a, **k))
+    quantised, from_linears = [], EngineWeight.from_linears
+    monkeypatch.setattr(EngineWeight, "from_linears", lambda *a, **k: quantised.append(1) or from_linears(*a, **k))
     inputs = packed(model)
 
     def log_probs() -> Tensor:
@@ -196,7 +196,7 @@ def test_codes_are_made_once_and_weights_are_in_files_alone(tmp_path: Path, monk
         flow.follow(AS_PLANNED)
         flow.forget()
         assert torch.equal(log_probs(), first)
-    assert len(made) == 8
+    assert len(quantised) == 8
     kept = {name: each for name, each in base_weights(peft)}
     assert not any(name.endswith("_proj.weight") for name in kept)
     together = kept | dict(on_disk.weights())
@@ -204,9 +204,9 @@ def test_codes_are_made_once_and_weights_are_in_files_alone(tmp_path: Path, monk
     assert all(torch.equal(together[name], weights[name]) for name in weights)
     flow.follow(Precision(Scheme.BF16))
     in_bf16 = log_probs()
-    assert not torch.equal(in_bf16, first) and len(made) == 8
+    assert not torch.equal(in_bf16, first) and len(quantised) == 8
     flow.follow(AS_PLANNED)
-    assert torch.equal(log_probs(), first) and len(made) == 16
+    assert torch.equal(log_probs(), first) and len(quantised) == 16
 
 
 def test_rollouts_in_bf16_have_the_gradients_of_the_weights_in_files(tmp_path: Path) -> None:
