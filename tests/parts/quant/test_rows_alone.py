@@ -12,6 +12,7 @@ from appliance.terms.environment import EXACT_ON_CPU, EXACT_VARIABLE, THREADS_VA
 
 INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"
 SHAPES = ((259, 128), (256, 704), (1024, 2048))
+OF_ADAPTERS = ((1, 128), (128, 1), (8, 704), (704, 8), (32, 2048))  # which both sides multiply by the same function
 ROWS = (1, 2, 3, 5, 13, 16, 33, 100, 255, 510)
 
 # In a process of its own: oneDNN asks once what it may use.
@@ -34,13 +35,14 @@ def engines(x_MK, weight_NK, bias_N):
     torch.ops._C.release_dnnl_matmul_handler(handle)
     return y_MN
 
-for channels, inputs in {SHAPES}:
+for channels, inputs in {SHAPES + OF_ADAPTERS}:
+    layer_products = (exact_linear, engines) if (channels, inputs) in {SHAPES} else (exact_linear,)
     torch.manual_seed(0)
     weight_NK = (0.02 * torch.randn(channels, inputs)).bfloat16()
     x_MK, bias_N = torch.randn(511, inputs).bfloat16(), torch.randn(channels).bfloat16()
     whole = exact_linear(x_MK, weight_NK, bias_N)
     for rows in {ROWS}:
-        for multiply in (exact_linear, engines):
+        for multiply in layer_products:
             print("equal", int(torch.equal(multiply(x_MK[-rows:].clone(), weight_NK, bias_N), whole[-rows:])))
 """
 
@@ -52,7 +54,7 @@ def equal_rows(**env: str) -> None:
     )
     assert child.returncode == 0, child.stderr[-3000:]
     said = [line for line in child.stdout.splitlines() if line.startswith("equal ")]
-    assert said == ["equal 1"] * (2 * len(SHAPES) * len(ROWS))
+    assert said == ["equal 1"] * ((2 * len(SHAPES) + len(OF_ADAPTERS)) * len(ROWS))
 
 
 @pytest.mark.parametrize("threads", ["2", "5"])
