@@ -14,6 +14,7 @@ from appliance.corrections.centering import ScoreCenteringTis
 from appliance.launch.command import run_export
 from appliance.preflight.disk import BYTES_SAVED_PER_WEIGHT
 from appliance.record.checkpoints import checkpoint_folder, read_manifest, read_saved
+from appliance.record.plan import read_plan
 from appliance.tasks.library import TINY_MODELS
 from appliance.terms.shapes import Linear
 
@@ -170,8 +171,8 @@ def test_a_trainer_with_the_engines_codes_under_its_adapter_has_their_log_probs(
     assert all(line["layers_proven"] == line["layers"] for line in taken)
     trainer = json.loads((done.run_dir / "attest" / "trainer-0.json").read_text())["detail"]
     assert (trainer["forward"], trainer["quantised"]) == ("rollout", [])
-    model, base = done.run_dir / "model", json.loads((done.run_dir / "plan.json").read_text())["weights"]["folder"]
-    merged, weights = (load_file(folder / "model.safetensors") for folder in (model, Path(base)))
+    model, base = done.run_dir / "model", read_plan(done.run_dir / "plan.json").weights.folder
+    merged, weights = (load_file(folder / "model.safetensors") for folder in (model, base))
     adapter = load_file(model / "adapter" / "adapter_model.safetensors")
     for name, weight_NK in weights.items():
         a, b = (f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight" for part in "AB")
