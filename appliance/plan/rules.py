@@ -120,6 +120,10 @@ def _forward(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
     if not plan.is_cpu and forward is not Forward.ROLLOUT:
         yield fault(key, f"`{forward}` runs on a CPU only", _BF16)
         return
+    if plan.trains_on_codes and plan.topology.gpus > 1:
+        keys = ("trainer.forward", "model.lora.sync", "cluster.gpus_per_node", "cluster.nodes")
+        message = f"with an adapter that is sent alone `{forward}` has one rank of the trainer"
+        yield fault(keys, f"{message}, and here are {plan.topology.gpus}", "use one, or trainer.forward: bf16")
     if not plan.is_cpu and plan.rollout.leaves_words_out:
         name, usual = ("rollout.top_p", "1.0") if plan.rollout.top_p < 1 else ("rollout.top_k", "0")
         message = f"with `{forward}` engines on a GPU do not report which words a token was drawn from"

@@ -163,9 +163,9 @@ def _build(folder: Path) -> _Built:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise EngineError(f"{folder}: config.json cannot be read: {error}") from error
+        raise EngineError(f"{folder}: config.json cannot be read: {error}", hint=_HINT) from error
     architectures = config.architectures or [""]
-    family = None if unlisted(architectures) else _FAMILIES.get(config.model_type)
+    family = None if (architecture := unlisted(architectures)) else _FAMILIES.get(config.model_type)
     # Of attentions of other families only transformers' own, step by step, is known to compute all that they ask
     # for: its `sdpa` leaves out a soft cap.
     attention = "sdpa" if family else "eager"
@@ -176,7 +176,6 @@ def _build(folder: Path) -> _Built:
         problem = _other_structure(model)
     except ValueError as error:
         problem = str(error)
-    architecture = "" if family else architectures[0]
     return _Built(model, config.model_type, family=family, architecture=architecture, problem=problem)
 
 

@@ -9,7 +9,8 @@ source divided in turn by random factors:
    multiplies by 1 + w is not.
 2. Readers of a source are the linear layers whose inputs are then divided by the same factors.
 3. When the inputs of all readers are multiplied by the factors again, the layer must give the output that it gave
-   before. It does not where something else reads the source, too.
+   before. It does not where something else reads the source, too, or where its values have a bound: the output of a
+   linear layer is also tried with one factor so small, and one so large, that every value would be beyond it.
 
 All factors are powers of two, so every product and sum of the layer keeps its bits but for the exponent (as long as no
 value leaves the format's exponents), and each comparison is exact: there is no tolerance.
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from appliance.quant.profile import SmoothingGroup
+from appliance.quant.profile import MAX_EXPONENT, SmoothingGroup
 from appliance.terms.families import FUSED_LAYERS, VALUES, Unit
 
 _EXPONENTS = (-3, -2, -1, 1, 2, 3)  # of the factors: no channel keeps its value
@@ -163,14 +164,21 @@ class _Trial:
         has_heads = source != VALUES or (head_dim and readers_of_head and channels % head_dim == 0)
         if not has_heads or channels > rows or (source == linear and channels != rows):
             return False
-        group = SmoothingGroup(
-            f"{source}.weight", (), self._factors(channels), head_dim=head_dim, readers_of_head=readers_of_head
+        far_K = torch.full((channels,), 2.0**MAX_EXPONENT)  # shows a bound of the layer, such as OLMo's `clip_qkv`
+        return all(
+            self._passes(scale_K, source=source, linear=linear, reader=reader, heads=(head_dim, readers_of_head))
+            for scale_K in (self._factors(channels), far_K, 1 / far_K)
         )
+
+    def _passes(self, scale_K: Tensor, *, source: str, linear: str, reader: str, heads: tuple[int, int]) -> bool:
+        """Return whether the layer's output stays the same when the source is divided by these factors and its reader's
+        input multiplied. heads: channels of a head of values, and readers of one; (0, 1) of other sources."""
+        group = SmoothingGroup(f"{source}.weight", (), scale_K, head_dim=heads[0], readers_of_head=heads[1])
+        channels = len(scale_K)
 
         def divide(output: Tensor) -> Tensor:
             first = output.shape[-1] - channels
-            scale_K = group.scale_K.to(output)
-            return torch.cat([output[..., :first], output[..., first:] / scale_K], dim=-1)
+            return torch.cat([output[..., :first], output[..., first:] / scale_K.to(output)], dim=-1)
 
         restored = self._run(linear=linear, divide=divide, times={reader: group.reader_scale_K})
         return torch.equal(restored.output, self._plain.output)

@@ -42,7 +42,8 @@ class WeightsOnDisk:
         tensor = self._files.read(name).to(torch.bfloat16)
         if (digest_now := digest(tensor)) != self._digests[name]:
             message = f"{name} has digest {digest_now} in the model's files, and was loaded with {self._digests[name]}"
-            raise SyncError(message, hint="the files changed while the run used them; put them back, and resume")
+            hint = "put the files back that the run began with, and resume; or use trainer.forward: bf16"
+            raise SyncError(message, hint=hint)
         return tensor
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

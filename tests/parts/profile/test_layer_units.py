@@ -164,6 +164,18 @@ def test_a_source_that_something_else_reads_too_is_refused() -> None:
     assert found.units == (qkv(IN), Unit(("self_attn.o_proj",)), gate_up(OUT), DOWN_PROJ)
 
 
+def test_a_source_whose_values_have_a_bound_is_refused() -> None:
+    """OLMo's `clip_qkv`: no value of the trial is near it, and that of a real prompt may be."""
+    from transformers import OlmoConfig, OlmoForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_hidden_layers": 1}
+    for bound, through in ((None, "self_attn.v_proj"), (8.0, "")):
+        torch.manual_seed(0)
+        model = OlmoForCausalLM(OlmoConfig(vocab_size=64, clip_qkv=bound, **sizes)).bfloat16()
+        units = {unit.members[0]: unit.through for unit in found_units(model, 0).units}
+        assert (units["self_attn.o_proj"], units["mlp.down_proj"]) == (through, "mlp.up_proj")
+
+
 def test_a_norm_by_another_name_is_refused() -> None:
     model = granite()
     layer = model.model.layers[0]

@@ -264,7 +264,7 @@ def test_other_files_than_were_loaded_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(SyncError) as raised:
         on_disk.read(name)
     assert raised.value.message.startswith(f"{name} has digest ")
-    assert raised.value.hint == "the files changed while the run used them; put them back, and resume"
+    assert raised.value.hint == "put the files back that the run began with, and resume; or use trainer.forward: bf16"
 
 
 def test_a_model_whose_files_have_other_names_is_refused(tmp_path: Path) -> None:

@@ -116,6 +116,15 @@ def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
     assert fact == "model.lora: this model has experts, whose weights are no linear layers"
 
 
+def test_codes_under_an_adapter_are_refused_with_several_ranks_of_the_trainer() -> None:
+    sets = ("model.lora.sync=adapter", "trainer.forward=rollout", "cluster.gpus_per_node=2")
+    with pytest.raises(RecipeError) as raised:
+        planned("gsm8k-7b-lora-int8", *sets)
+    message = "with an adapter that is sent alone `rollout` has one rank of the trainer, and here are 2"
+    assert [problem for problem in raised.value.problems if message in problem[0]] != []
+    assert planned("gsm8k-7b-lora-int8", *sets[::2]).topology.gpus == 2
+
+
 def test_a_child_can_turn_it_off(tmp_path: Path) -> None:
     recipe = tmp_path / "full.yaml"
     recipe.write_text("extends: arithmetic-tiny-lora-int8\nmodel:\n  lora: null\n")
