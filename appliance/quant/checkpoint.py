@@ -122,7 +122,7 @@ class _Recorder(nn.Module):
         return hidden_BTH
 
 
-class _Given(nn.Module):
+class _PassThroughDecoder(nn.Module):
     """Replaces a decoder, and gives what it gets."""
 
     def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
@@ -152,7 +152,7 @@ class _Built:
     model_type: str
     family: Family | None
     architecture: str
-    """As of StreamedModel."""
+    """Class of a model whose family has no row in the list; empty for a listed family."""
     problem: str
 
 
@@ -216,7 +216,7 @@ class StreamedModel:
         self._embedding.padding_idx = None  # `embed` gives it the rows of some words alone
         _fill_buffers(self._model, self._embedding)
         self._head = model  # now of logits alone
-        self._head.model, self._head.lm_head = _Given(), nn.Identity()
+        self._head.model, self._head.lm_head = _PassThroughDecoder(), nn.Identity()
         self._units_by_layer: dict[int, tuple[Unit, ...]] = {}
         self.not_smoothed = ()
         self.head_name = "lm_head.weight" if "lm_head.weight" in checkpoint else "model.embed_tokens.weight"
@@ -265,9 +265,9 @@ class StreamedModel:
             generator = torch.Generator().manual_seed(index)
             noise_BTH = torch.randn(1, _TRIED_TOKENS, self._embedding.embedding_dim, generator=generator)
             hidden_BTH, calls = self.layer_calls(noise_BTH.bfloat16())
-            found = find_units(layer, hidden_BTH=hidden_BTH, call=calls[index])
-            self._units_by_layer[index] = found.units
-            reasons = found.not_smoothed.items()
+            layer_units = find_units(layer, hidden_BTH=hidden_BTH, call=calls[index])
+            self._units_by_layer[index] = layer_units.units
+            reasons = layer_units.not_smoothed.items()
             self.not_smoothed += tuple(NotSmoothed(f"model.layers.{index}.{name}", why) for name, why in reasons)
         return self._units_by_layer[index]
 

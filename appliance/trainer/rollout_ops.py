@@ -140,7 +140,8 @@ def adapter_product(x: Tensor, parts: Sequence[AdapterPart | int], *, gated: boo
 
 
 class _AdapterProduct(Function):
-    """What is multiplied is kept before `silu_and_mul`, and u is made again."""
+    """Product of a layer's input with its adapters. For the backward pass the input is kept as it is before
+    `silu_and_mul`, and the product with A is computed again."""
 
     @staticmethod
     def forward(
@@ -166,19 +167,19 @@ class _AdapterProduct(Function):
             x = x.detach().requires_grad_()
             with torch.enable_grad():
                 x_TK = silu_and_mul(x)
-        of_parts = grad_TN.split(ctx.sizes, dim=1)
-        grads_TN = [grad for grad, has_adapter in zip(of_parts, ctx.present, strict=True) if has_adapter]
-        of_u, of_b = [], []
+        grads_by_part = grad_TN.split(ctx.sizes, dim=1)
+        grads_TN = [grad for grad, has_adapter in zip(grads_by_part, ctx.present, strict=True) if has_adapter]
+        grad_u_parts, grad_b = [], []
         for grad, a_RK, b_NR in zip(grads_TN, matrices[::2], matrices[1::2], strict=True):
-            of_u.append(grad @ b_NR)
-            of_b.append(grad.t() @ multiply(x_TK.detach(), a_RK, None))
-        grad_u = torch.cat(of_u, dim=1)
-        of_a = (grad_u.t() @ x_TK.detach()).split([len(a_RK) for a_RK in matrices[::2]])
+            grad_u_parts.append(grad @ b_NR)
+            grad_b.append(grad.t() @ multiply(x_TK.detach(), a_RK, None))
+        grad_u = torch.cat(grad_u_parts, dim=1)
+        grad_a = (grad_u.t() @ x_TK.detach()).split([len(a_RK) for a_RK in matrices[::2]])
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad_u @ torch.cat(matrices[::2])
             grad_x = torch.autograd.grad(x_TK, x, grad_x)[0] if ctx.gated else grad_x
-        return grad_x, None, None, None, *itertools.chain(*zip(of_a, of_b, strict=True))
+        return grad_x, None, None, None, *itertools.chain(*zip(grad_a, grad_b, strict=True))
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:

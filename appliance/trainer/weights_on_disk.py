@@ -35,7 +35,7 @@ class WeightsOnDisk:
         if weight not in self._files:
             raise EngineError(f"{self._files.folder}: the checkpoint has no {weight}", hint="use trainer.forward: bf16")
         self._digests[weight] = digest(linear.weight)
-        linear.weight = None  # type: ignore[assignment]
+        linear.register_parameter("weight", None)
 
     def read(self, name: str) -> Tensor:
         """Read a weight that was taken out, in BF16. Raises SyncError where it is another one than was taken out."""

@@ -55,13 +55,8 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     return loaded(folder), folder
 
 
-def test_the_exact_stream_is_the_models_own_forward(saved: tuple[nn.Module, Path]) -> None:
-    model, folder = saved
-    batch = tokens()
-    with torch.no_grad():
-        expected = model.model(input_ids=batch, use_cache=False).last_hidden_state
-    checkpoint = ModelTensors(folder)
-    streamed = StreamedModel(checkpoint)
+def exact_stream(streamed: StreamedModel, batch: Tensor) -> Tensor:
+    """The exact stream after the last norm, layer by layer."""
     hidden, calls = streamed.layer_calls(streamed.embed(batch))
     for index in range(streamed.num_layers):
         with streamed.layer(index) as layer:
@@ -71,12 +66,20 @@ def test_the_exact_stream_is_the_models_own_forward(saved: tuple[nn.Module, Path
                 prefix=f"model.layers.{index}.",
                 scheme=Scheme.INT8,
                 ignore=(),
-                ledger=checkpoint.ledger,
+                ledger=streamed.checkpoint.ledger,
                 calls=[calls[index]],
                 valid=[torch.ones_like(batch, dtype=torch.bool)],
             )
             (hidden,), _ = view.exact([hidden], errors=Errors(), ranges={})
-    assert torch.equal(streamed.final_norm(hidden), expected)
+    return streamed.final_norm(hidden)
+
+
+def test_the_exact_stream_is_the_models_own_forward(saved: tuple[nn.Module, Path]) -> None:
+    model, folder = saved
+    batch = tokens()
+    with torch.no_grad():
+        expected = model.model(input_ids=batch, use_cache=False).last_hidden_state
+    assert torch.equal(exact_stream(StreamedModel(ModelTensors(folder)), batch), expected)
 
 
 @pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.FP8, Scheme.FP8_CHANNEL, Scheme.FP8_BLOCK])

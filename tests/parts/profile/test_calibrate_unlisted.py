@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from profiles import read_profile
-from test_calibrate import by_codec, log_probs, profile_of
+from test_calibrate import by_codec, exact_stream, log_probs, profile_of
 from tiny_models import tiny, tokens
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -19,7 +19,6 @@ from appliance.errors import EngineError
 from appliance.profile.command import table
 from appliance.quant.checkpoint import ModelTensors, StreamedModel
 from appliance.quant.files import made_of_another_class, read_file_header
-from appliance.quant.layer_view import Errors, LayerView
 from appliance.quant.own_samples import ProfileSampling, draw_samples
 from appliance.quant.prediction import head_gradients
 from appliance.quant.profile import fold, write_profile
@@ -48,22 +47,8 @@ def test_the_exact_stream_and_its_logits_are_the_models_own(model_type: str, tmp
     with torch.no_grad():
         expected = model(input_ids=batch, use_cache=False).logits
     streamed = StreamedModel(ModelTensors(tmp_path))
-    hidden, calls = streamed.layer_calls(streamed.embed(batch))
-    for index in range(streamed.num_layers):
-        with streamed.layer(index) as layer:
-            view = LayerView(
-                layer,
-                units=streamed.units(index, layer),
-                prefix=f"model.layers.{index}.",
-                scheme=Scheme.INT8,
-                ignore=(),
-                ledger=streamed.checkpoint.ledger,
-                calls=[calls[index]],
-                valid=[torch.ones_like(batch, dtype=torch.bool)],
-            )
-            (hidden,), _ = view.exact([hidden], errors=Errors(), ranges={})
     head_VH = streamed.checkpoint.read(streamed.head_name)
-    logits = streamed.logits((streamed.final_norm(hidden) @ head_VH.t()).flatten(0, 1))
+    logits = streamed.logits((exact_stream(streamed, batch) @ head_VH.t()).flatten(0, 1))
     assert torch.equal(logits.view_as(expected), expected)
 
 

@@ -5,20 +5,19 @@ Legend and U as in test_rollout_forward.py; R the rank of an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_rollout_forward import (
-    KERNELS,
     SLACK,
     U,
     assert_within,
     float64_log_probs,
     packed,
     random,
+    record_inputs,
     tiny,
     wide,
 )
@@ -27,7 +26,6 @@ from torch.nn import functional
 
 from appliance.errors import EngineError, NumericsError, SyncError
 from appliance.quant.codec import dequantise
-from appliance.quant.codec_int8 import dequantise_int8, quantise_int8
 from appliance.settings.sections import Lora
 from appliance.sync.manifest import Manifest, record
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
@@ -145,17 +143,7 @@ def test_gradients_of_a_whole_model(name: str, tmp_path: Path, monkeypatch: pyte
     model, passed = saved(tmp_path, name=name), []
     parameters = {key: each.detach().double() for key, each in model.state_dict().items()}
 
-    def recording(kind: type) -> None:
-        call = kind.__call__
-
-        def recorded(gemm: Callable[..., Tensor], x_TK: Tensor, bias_N: Tensor | None) -> Tensor:
-            passed.append(dequantise_int8(quantise_int8(x_TK)).double())
-            return call(gemm, x_TK, bias_N)
-
-        monkeypatch.setattr(kind, "__call__", recorded)
-
-    for kind in KERNELS:
-        recording(kind)
+    record_inputs(passed, monkeypatch)
     peft, _, _ = adapted(tmp_path, model)
     inputs, weights_T = packed(model), torch.randn(81)
     (peft(**inputs, temperature=0.8).log_probs[0] * weights_T).sum().backward()

@@ -490,14 +490,8 @@ def float64_log_probs(
     return logits.log_softmax(dim=-1).gather(1, inputs["shift_labels"][0][:, None]).flatten()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_of_a_whole_model(
-    name: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, str], None]
-) -> None:
-    """A path from the loss to a parameter has some 12 roundings of gradients and 12 of operands for each of 2 layers.
-    Independent, uniform: sqrt(48) * U / sqrt(3) = 0.016 of the norm; twice that is allowed. A token's path that is
-    left out, or a factor, is more than a tenth."""
-    model, passed = tiny(name), []
+def record_inputs(passed: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Append to `passed`, from now on, what each INT8 product multiplies, dequantised, in float64."""
 
     def recording(kind: type) -> None:
         call = kind.__call__
@@ -510,6 +504,18 @@ def test_gradients_of_a_whole_model(
 
     for kind in KERNELS:
         recording(kind)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_a_whole_model(
+    name: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, str], None]
+) -> None:
+    """A path from the loss to a parameter has some 12 roundings of gradients and 12 of operands for each of 2 layers.
+    Independent, uniform: sqrt(48) * U / sqrt(3) = 0.016 of the norm; twice that is allowed. A token's path that is
+    left out, or a factor, is more than a tenth."""
+    model, passed = tiny(name), []
+
+    record_inputs(passed, monkeypatch)
     put_in(model)
     inputs, weights_T = packed(model), torch.randn(81)
     log_probs = model(**inputs, temperature=0.8).log_probs[0]
