@@ -174,8 +174,16 @@ def test_after_a_signal_no_other_run_is_started(
         return code
 
     monkeypatch.setattr(command, "run_training", train)
+    ended: list[str] = []
     with pytest.raises(Interrupted, match="the comparison was stopped"):
-        command._train(planned, total=2, stop=lambda: None, command="appliance compare c.yaml")
+        command._train(
+            planned,
+            total=2,
+            stop=lambda: None,
+            run_ended=lambda: ended.append("run"),
+            command="appliance compare c.yaml",
+        )
+    assert ended == []
     assert len(planned) == 2 and len(trained) == 1
     noted = (planned[0].run_dir / "events.jsonl").exists()  # a run that is done is not started again to be told
     assert noted == (code not in (130, 75))
@@ -191,8 +199,12 @@ def test_a_disk_that_fills_up_is_the_fault_of_the_run_alone(
 
     monkeypatch.setattr(command, "run_training", train)
     monkeypatch.setattr(command, "busy_share", lambda: 0.0)
-    failed = command._train(planned, total=2, stop=lambda: None, command="appliance compare c.yaml")
+    ended: list[str] = []
+    failed = command._train(
+        planned, total=2, stop=lambda: None, run_ended=lambda: ended.append("run"), command="appliance compare c.yaml"
+    )
     assert failed == [(planned[0], 5), (planned[1], 5)]
+    assert ended == []
 
 
 def test_a_run_whose_launcher_is_gone_is_unfinished(planned: list[PlannedRun]) -> None:
