@@ -7,7 +7,7 @@ with s = (max x - min x) / 255 and a whole number z, the code of 0. vLLM's quant
     y_mn = s_m t_n (sum_k c_mk q_nk  -  z_m sum_k q_nk)
 
 and the second sum is known when a weight is packed. oneDNN takes s_m, z_m and t_n sum_k q_nk. The packed kernel `sgl`
-quantises inside, symmetrically; the operator that takes codes is not registered by vLLM 0.28. So asymmetric is oneDNN
+quantises inside, symmetrically; the operator that takes codes is not registered by vLLM 0.31. So asymmetric is oneDNN
 on every host.
 
 `gemm`: the kernel that a rollout takes (quant/cpu_gemm.py) against oneDNN, symmetric and asymmetric. `mismatch`: by the

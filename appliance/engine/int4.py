@@ -1,5 +1,5 @@
 """Online W4A16 for vLLM's linear layers: BF16 weights come in, INT4 codes and scales of groups stay; activations are
-BF16. vLLM 0.28 has INT4 for checkpoints that are quantised (GPTQ, AWQ, compressed-tensors) and no online method.
+BF16. vLLM 0.31 has INT4 for checkpoints that are quantised (GPTQ, AWQ, compressed-tensors) and no online method.
 
 On a CPU vLLM's kernel for those multiplies (quant/int4_gemm.py), in its layout. Marlin and Machete, which a GPU has,
 take other layouts and are not used yet.

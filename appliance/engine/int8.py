@@ -1,7 +1,7 @@
 """Online W8A8 for vLLM's linear layers: BF16 weights come in, INT8 codes and scales per output channel stay.
 
 Weights are quantised when a layer has been loaded and again at every sync; activations are quantised per token by
-vLLM's own kernel. vLLM 0.28 has online FP8 methods for linear layers and no INT8 one.
+vLLM's own kernel. vLLM 0.31 has online FP8 methods for linear layers and no INT8 one.
 
 On a CPU one of three kernels multiplies (quant/cpu_gemm.py).
 

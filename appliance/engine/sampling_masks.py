@@ -1,7 +1,7 @@
 """vLLM's `return_sampling_mask` on a CPU: which words each token was drawn from, where top-p, top-k or min-p leave some
 out.
 
-vLLM 0.28 reports them from its V2 runner, which needs Triton, and refuses the setting for the runner that it has on a
+vLLM 0.31 reports them from its V2 runner, which needs Triton, and refuses the setting for the runner that it has on a
 CPU. From that one's output on, through scheduler and output processor, everything is there: here the runner gives them.
 They are the words with a finite logit in the tensor that the token is drawn from.
 

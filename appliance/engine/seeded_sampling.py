@@ -1,6 +1,6 @@
 """Samples of requests with a seed in vLLM on a CPU: one number per seed and position in place of a generator's stream.
 
-vLLM 0.28 draws an exponential number for each word of each row, first for the whole batch, then again row by row from
+vLLM 0.31 draws an exponential number for each word of each row, first for the whole batch, then again row by row from
 each request's generator, on one thread: half of the decoding of a small model (docs/results/sampling.md). A generator's
 stream also depends on how often it was asked, and on a CPU it cannot be wound back after a part of a prompt.
 

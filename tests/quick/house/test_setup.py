@@ -66,8 +66,8 @@ def test_setup_refuses_a_wheel_of_another_version(clone: Path, tmp_path: Path) -
     result = set_up(clone, APPLIANCE_VLLM_WHEEL=str(wheel))
     assert result.returncode == 1
     assert result.stderr == (
-        f"error: APPLIANCE_VLLM_WHEEL={wheel} is not a wheel of vllm 0.28.0+cpu\n"
-        "hint: name a file such as vllm-0.28.0+cpu-cp38-abi3-manylinux_2_35_x86_64.whl, or unset it\n"
+        f"error: APPLIANCE_VLLM_WHEEL={wheel} is not a wheel of vllm 0.31.0+cpu\n"
+        "hint: name a file such as vllm-0.31.0+cpu-cp38-abi3-manylinux_2_35_x86_64.whl, or unset it\n"
     )
 
 

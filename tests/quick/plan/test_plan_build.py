@@ -578,7 +578,8 @@ EARLIER = {
 def test_a_plan_of_an_earlier_version_says_what_the_same_recipe_says_today(name: str) -> None:
     recipe, *sets = EARLIER[name]
     today = build_plan(load_recipe(recipe, sets=sets), run_dir=Path("/runs/earlier-1"), host=HOST)
-    assert read_plan(EARLIER_PLANS / f"{name}.json") == today.replace(argv=(), env=())
+    earlier = read_plan(EARLIER_PLANS / f"{name}.json")
+    assert earlier == today.replace(argv=(), env=(), pins=earlier.pins)
 
 
 def test_what_a_recipe_says_of_engines_is_read_from_an_earlier_plan(tmp_path: Path) -> None:

