@@ -118,17 +118,25 @@ def child_env(
             "VLLM_BATCH_INVARIANT": "1",  # in the trainer, too: vLLM's compiled norms ask for it
             RUNNER_VARIABLE: "0",  # its log-probs have a separate kernel; V1's are torch's log_softmax
         }
-    return tuple(sorted((env | _scales_of_blocks(capability)).items()))
+    return tuple(sorted((env | _kernels_of_blocks(capability)).items()))
 
 
-def _scales_of_blocks(capability: tuple[int, int] | None) -> dict[str, str]:
-    """`fp8-block` with scales in float32, as the codec has them and the proof needs them; no other scheme of ours uses
-    DeepGEMM. vLLM would have it round scales up to powers of two, and the codes once more: on Hopper to be faster; on
-    Blackwell DeepGEMM takes no other scales and fails without this rounding, so vLLM's next kernel serves, CUTLASS's.
+def _kernels_of_blocks(capability: tuple[int, int] | None) -> dict[str, str]:
+    """Return what makes vLLM compute `fp8-block` as the codec has it and the proof needs it.
+
+    Activations in FP8: Marlin's and Humming's kernels keep them in 16 bits and pack the codes, and vLLM prefers both to
+    Triton's kernel, the only other one on Ada.
+
+    Scales in float32: vLLM would have DeepGEMM round them up to powers of two, and the codes once more, on Hopper to be
+    faster. On Blackwell DeepGEMM takes no other scales and fails without this rounding, so vLLM's next kernel serves,
+    CUTLASS's. No other scheme of ours uses DeepGEMM.
     """
-    if capability is None or capability < (9, 0):
+    if capability is None or capability < (8, 9):
         return {}
-    return {"VLLM_USE_DEEP_GEMM": "0"} if capability >= (10, 0) else {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    env = {"VLLM_DISABLED_KERNELS": "MarlinFP8ScaledMMLinearKernel,HummingFP8ScaledMMLinearKernel"}
+    if capability < (9, 0):
+        return env
+    return env | ({"VLLM_USE_DEEP_GEMM": "0"} if capability >= (10, 0) else {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
 
 
 def with_ray_token(environment: Mapping[str, str], token_file: Path, *, is_ours: bool = True) -> dict[str, str]:

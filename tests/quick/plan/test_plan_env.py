@@ -43,6 +43,14 @@ def test_scales_of_blocks_are_no_powers_of_two(capability: tuple[int, int], set_
     assert variables == dict.fromkeys(set_to_0, "0")
 
 
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
+def test_no_kernel_of_fp8_keeps_activations_in_16_bits(capability: tuple[int, int]) -> None:
+    """vLLM's own choice on Ada is Marlin, for `fp8-block`."""
+    disabled = env(is_cpu=False, capability=capability)["VLLM_DISABLED_KERNELS"].split(",")
+    assert disabled == ["MarlinFP8ScaledMMLinearKernel", "HummingFP8ScaledMMLinearKernel"]
+    assert "VLLM_DISABLED_KERNELS" not in env(is_cpu=False, capability=(8, 0)).keys() | env().keys()
+
+
 def test_offline_only_when_nothing_is_asked_of_the_hub():
     assert env()["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in env(offline=False)
