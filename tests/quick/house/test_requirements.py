@@ -21,9 +21,9 @@ LOCKS = (
     "dev.txt",
     "gpu.txt",
     "smollm2.txt",
+    "vllm-0.28.txt",
     "vllm-0.29.txt",
     "vllm-0.30.txt",
-    "vllm-0.31.txt",
 )
 ENTRY = re.compile(
     r"^(?P<name>[a-z0-9][a-z0-9._-]*)==(?P<version>[^ ]+) \\\n(?P<hashes>(?:    --hash=sha256:\w{64}.*\n)+)", re.M
