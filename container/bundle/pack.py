@@ -47,7 +47,8 @@ ENTRY = re.compile(
 # torch brings its own CUDA; the others compile or serve kernels that dense INT8 and FP8 models do not need.
 OF_TORCH = re.compile(r"torch(audio|vision)?|triton|nvidia-.*|cuda-.*|tilelang")
 NOT_LOADED = re.compile(
-    r"flashinfer-.*|quack-kernels|humming-kernels.*|opencv-.*|tokenspeed-.*|fastsafetensors|torchcodec|pynvvideocodec|wandb"
+    r"flashinfer-.*|quack-kernels|humming-kernels.*|opencv-.*|tokenspeed-.*|fastsafetensors|instanttensor|torchcodec"
+    r"|pynvvideocodec|wandb"
 )
 # In vLLM's own wheel: kernels for other models and GPUs, and a front end of its own. FA3 serves Hopper, FA2 the others.
 # Besides: Mistral's own tokenizers, and names of countries in other languages.
