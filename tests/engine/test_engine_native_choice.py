@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from vllm.model_executor.kernels import linear
-from vllm.model_executor.kernels.linear.scaled_mm.b12x_block import B12xFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.b12x import B12xFp8BlockScaledMMKernel
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
 from vllm.platforms.interface import PlatformEnum
 
