@@ -135,7 +135,6 @@ def test_packing_is_what_vllm_makes_of_a_checkpoint_in_int4(shape: tuple[int, in
         act_type=torch.bfloat16,
         group_size=quantised.block[1],
         zero_points=False,
-        has_g_idx=False,
     )
     layer, unsigned_KN = Module(), (quantised.codes_NK + 8).t().int()
     layer.q = torch.nn.Parameter(pack_quantized_values_into_int32(unsigned_KN, scalar_types.uint4b8, 0), False)
