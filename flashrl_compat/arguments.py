@@ -17,7 +17,6 @@ import torch
 from vllm.platforms import current_platform
 
 from appliance.engine.attest import REPLICA_VARIABLE
-from appliance.engine.vllm_versions import let_vllm_pass_llvmlite
 from appliance.errors import ApplianceError, RecipeError
 from appliance.finding import Finding, fault
 from appliance.patch import Patch, apply_patch
@@ -75,7 +74,6 @@ def _with_flashrl(original: Callable[..., Any]) -> Callable[..., Any]:
             if variables.config is None:
                 return original(self, *args, **kwargs)
             _apply(self, variables)
-            let_vllm_pass_llvmlite()
             config = original(self, *args, **kwargs)
             _require_provable(config)
             return config

@@ -26,7 +26,10 @@ from numpy import float32, float64, uint32, uint64
 from numpy.typing import NDArray
 from torch import Tensor
 
+from appliance.quant.numba_beside_vllm import let_vllm_pass_llvmlite
 from appliance.quant.row_threads import for_parts_of_rows
+
+let_vllm_pass_llvmlite()
 
 # The GIL is released. Numba widens: every float32 result is narrowed again, or the loops would not be vectorised.
 _compiled = functools.partial(numba.njit, nogil=True, error_model="numpy")

@@ -8,7 +8,10 @@ import torch
 from numpy import int32
 from torch import Tensor
 
+from appliance.quant.numba_beside_vllm import let_vllm_pass_llvmlite
 from appliance.quant.row_threads import for_parts_of_rows
+
+let_vllm_pass_llvmlite()
 
 _VALUES_OF_A_THREAD = 1 << 18  # fewer are counted before another thread has woken
 

@@ -24,8 +24,11 @@ from torch import Tensor
 
 from appliance.quant.codec import QuantisedWeight, require_finite
 from appliance.quant.codec_fp8 import fp8_scale, quantise_fp8, quantise_fp8_by, reciprocals, spread, weight_block
+from appliance.quant.numba_beside_vllm import let_vllm_pass_llvmlite
 from appliance.quant.row_threads import for_parts_of_rows
 from appliance.terms.schemes import BLOCK, Scales, Scheme
+
+let_vllm_pass_llvmlite()
 
 # The GIL is released, a division by zero gives what IEEE says. Numba widens integers: every result is narrowed again,
 # or the loops would not be vectorised; a loop over a slice is, one over a range of columns is not.

@@ -19,8 +19,11 @@ from torch import Tensor
 
 from appliance.quant.codec import QuantisedWeight, require_finite
 from appliance.quant.codec_int4 import INT4_MAX, INT4_MIN, divisor_of, int4_groups, int4_scale, quantise_int4
+from appliance.quant.numba_beside_vllm import let_vllm_pass_llvmlite
 from appliance.quant.row_threads import for_parts_of_rows
 from appliance.terms.schemes import group_size
+
+let_vllm_pass_llvmlite()
 
 _compiled = functools.partial(numba.njit, nogil=True, error_model="numpy")
 _ROUNDS = float32(1.5 * 2.0**23)

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engine.vllm_versions import let_vllm_pass_llvmlite
-
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other in turn slow tiny layers 40 times on a busy host
@@ -174,7 +172,6 @@ def start_engine(
     usual = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20}
     torch.set_num_threads(1)  # where torch was imported before the line above
     forget_engines()
-    let_vllm_pass_llvmlite()
     with own_worker_class():
         llm = LLM(
             str(folder),

@@ -74,14 +74,12 @@ import json, os, sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 from vllm import LLM, SamplingParams
-from appliance.engine.vllm_versions import let_vllm_pass_llvmlite
 from appliance.terms.schemes import Scheme
 from appliance.terms.settings import CPU_KV_BLOCK, Quantisation
 from flashrl_compat.loader import LOAD_FORMAT  # which folds a profile in
 
 model, profile, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 max_tokens, words = map(int, sys.argv[4:])
-let_vllm_pass_llvmlite()
 settings = {"max_model_len": 64, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
 settings |= {"load_format": LOAD_FORMAT, "block_size": CPU_KV_BLOCK, "logprobs_mode": "processed_logprobs"}
 quantisation = Quantisation(scheme=Scheme.INT8, lm_head_fp32=True, profile=profile)

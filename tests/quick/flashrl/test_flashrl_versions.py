@@ -138,11 +138,11 @@ def test_another_version_is_refused_before_anything_of_it_is_imported(
 
 LLVMLITE = """
 import sys
-from appliance.engine import vllm_versions
-vllm_versions.vllm_version = lambda: {version!r}
+from appliance.quant import numba_beside_vllm
+numba_beside_vllm.installed_version = lambda distribution: {version!r}
 import numba
 library = sys.modules["llvmlite.binding.ffi"].lib
-vllm_versions.let_vllm_pass_llvmlite()
+numba_beside_vllm.let_vllm_pass_llvmlite()
 print(isinstance(library.__dict__, dict))
 numba.njit(lambda number: number + 1)(1)  # compiles by that library
 """
@@ -153,3 +153,12 @@ def test_the_installed_llvmlite_passes_as_a_module_in_0_31_alone(version: str) -
     program = LLVMLITE.format(version=version)
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert child.stdout == f"{version.startswith('0.31.')}\n"
+
+
+def test_every_module_that_imports_numba_lets_vllm_start_another_engine_beside_it(root: Path) -> None:
+    """An engine's own sampler imports numba, so that without this the second engine of a process would not start."""
+    folders = ("appliance", "flashrl_compat")
+    texts = {path.stem: path.read_text() for folder in folders for path in (root / folder).rglob("*.py")}
+    importing = {name for name, text in texts.items() if re.search(r"^\s*(import|from) numba\b", text, re.MULTILINE)}
+    calling = {name for name, text in texts.items() if re.search(r"^let_vllm_pass_llvmlite\(\)$", text, re.MULTILINE)}
+    assert importing == calling == {"inverse_cdf", "rank_kernel", "numba_fp8", "numba_int4"}
