@@ -2,8 +2,8 @@
 by different angles. Imports no torch.
 
 vLLM 0.31's rule (`_get_and_verify_max_len` in vllm/config/model.py): the smallest of the keys that name a length, times
-the rope's factor. `yarn` counts from `original_max_position_embeddings` instead; `llama3` and `longrope` (once `su`)
-have a `max_position_embeddings` that is scaled already. A test compares this file with vLLM itself.
+the rope's factor. `llama3`, `longrope` (once `su`) and `yarn` have a `max_position_embeddings` that is scaled already;
+before 0.31 vLLM multiplied `original_max_position_embeddings` for `yarn`. A test compares this file with vLLM itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DEFAULT_ROPE = "default"
 DYNAMIC, LINEAR, LLAMA3, LONGROPE, YARN = "dynamic", "linear", "llama3", "longrope", "yarn"
 _KNOWN = frozenset({DEFAULT_ROPE, LINEAR, LLAMA3, LONGROPE, YARN})
 _OLD_NAMES = {"su": LONGROPE, "mrope": DEFAULT_ROPE}
-_SCALED_ALREADY = frozenset({LLAMA3, LONGROPE})
+_SCALED_ALREADY = frozenset({LLAMA3, LONGROPE, YARN})
 _FAMILIES_SCALED_ALREADY = "gemma3"  # in a model_type
 _LENGTHS = (
     "max_position_embeddings",
@@ -59,13 +59,11 @@ def most_positions(config: Mapping[str, Any]) -> int:
     """Return the tokens of the longest sequence that vLLM serves; 0 where the configuration does not say."""
     given = [number for key in _LENGTHS if (number := _whole_number(config.get(key)))]
     wins = _whole_number(config.get(_LENGTH_THAT_WINS))
-    longest: float = wins or min(given, default=0)
+    longest = wins or min(given, default=0)
     factor = 1.0
     for rope in () if _FAMILIES_SCALED_ALREADY in str(config.get("model_type")) else ropes_of(config):
         if rope.kind not in _SCALED_ALREADY:
             factor = rope.factor
-        if rope.kind == YARN and longest:
-            longest = rope.original
     return max(int(longest * factor), wins)
 
 
