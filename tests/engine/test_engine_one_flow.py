@@ -19,14 +19,16 @@ FP8 = ("fp8", "fp8-channel", "fp8-block")
 PROMPTS = [[(7 * place + step * step) % 490 for step in range(3 + 5 * place)] for place in range(12)]
 
 
-def sampled(engine: Engine, *, temperature: float) -> list[tuple[list[int], list[int], list[float]]]:
+def sampled(
+    engine: Engine, *, temperature: float, prompts: list[list[int]] = PROMPTS
+) -> list[tuple[list[int], list[int], list[float]]]:
     """(prompt, response, log-probs)"""
     from vllm import SamplingParams
 
     params = SamplingParams(
         temperature=temperature, max_tokens=40, ignore_eos=True, logprobs=0, detokenize=False, seed=3
     )
-    outputs = engine.llm.generate([{"prompt_token_ids": each} for each in PROMPTS], params, use_tqdm=False)
+    outputs = engine.llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
     return [
         (
             list(output.prompt_token_ids),
@@ -97,6 +99,17 @@ def test_log_probs_are_the_engines(family: str, tmp_path: Path) -> None:
         again_log_probs = recomputed(folder, sampled_rows, temperature=temperature)
         assert again_log_probs == [log_probs for _, _, log_probs in sampled_rows]
         assert sum(map(len, again_log_probs)) == 480
+
+
+@pytest.mark.engine
+def test_samples_are_the_same_however_many_engines_share_the_prompts(tmp_path: Path) -> None:
+    """Other batches, another order, and no prefix that is kept: the same tokens and log-probs, bit for bit."""
+    folder = make_family(tmp_path, name="qwen2", seed=1)
+    engines = [start_engine(folder, scheme="int8", block_size=CPU_KV_BLOCK) for _ in range(3)]
+    alone = sampled(engines[0], temperature=1.0)
+    shared = [sampled(engines[which], temperature=1.0, prompts=PROMPTS[which - 1 :: 2][::-1]) for which in (1, 2)]
+    assert sorted(shared[0] + shared[1]) == sorted(alone)
+    assert len({tuple(response) for _, response, _ in alone}) == len(PROMPTS)
 
 
 @pytest.mark.engine
