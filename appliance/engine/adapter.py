@@ -33,10 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from verl.utils.vllm.utils import TensorLoRARequest
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
 from vllm.lora.layers import BaseLayerWithLoRA, LoRAMapping
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 
 from appliance.engine.kernel_proof import ProofFault, ask, first_beyond
 from appliance.engine.precision import read_directive
@@ -193,19 +195,30 @@ class AdapterLayers:
             for layer in dict.fromkeys(layer_of(name)[0] for name in folded)
             if self._has_both(layer, folded)
         }
-        request = TensorLoRARequest(
-            lora_name=VLLM_LORA_NAME,
-            lora_int_id=VLLM_LORA_INT_ID,
-            lora_path=VLLM_LORA_PATH,
-            peft_config=peft_config,
-            lora_tensors=folded,
-        )
-        self._request = request
+        # Requests bring no tensors: vLLM finds the adapter by its number, and loads nothing.
+        self._request = LoRARequest(VLLM_LORA_NAME, VLLM_LORA_INT_ID, VLLM_LORA_PATH)
         self._loras.remove_adapter(VLLM_LORA_INT_ID)
         try:
-            self._loras.add_adapter(request)
+            self._adapters.add_adapter(self._loaded(folded, peft_config=peft_config))
+            self._adapters.activate_adapter(VLLM_LORA_INT_ID)
         except (ValueError, AssertionError, RuntimeError, LookupError, AttributeError) as error:  # so vLLM refuses
             raise SyncError(f"weight update: vLLM refused the adapter: {type(error).__name__}: {error}") from error
+
+    def _loaded(self, tensors: dict[str, Tensor], *, peft_config: dict[str, Any]) -> LoRAModel:
+        """Make vLLM's adapter of tensors, as its `_load_adapter` does of files. verl's version of that, for tensors,
+        calls what vLLM 0.31 does not have any more."""
+        config = PEFTHelper.from_dict(peft_config)
+        config.validate_legal(self._loras.lora_config)
+        mapper = getattr(self._adapters.model, "hf_to_vllm_mapper", None)
+        return self._loras._lora_model_cls.from_lora_tensors(
+            tensors=tensors,
+            peft_helper=config,
+            lora_model_id=VLLM_LORA_INT_ID,
+            device="cpu",
+            dtype=self._loras.lora_config.lora_dtype,
+            model_vocab_size=self._loras.vocab_size,
+            weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+        )
 
     def _has_both(self, layer: str, tensors: Mapping[str, Tensor]) -> bool:
         for part in (A, B):
