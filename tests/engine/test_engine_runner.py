@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 @pytest.mark.parametrize("has_triton", [True, False])
-def test_dense_models_get_the_v2_runner_where_triton_is(
+def test_every_family_gets_the_v2_runner_where_triton_is(
     architecture: str, has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So never on a CPU, whose build of vLLM comes without."""
@@ -25,10 +25,12 @@ def test_dense_models_get_the_v2_runner_where_triton_is(
     monkeypatch.setattr(of_vllm, "HAS_TRITON", has_triton)
     monkeypatch.setattr(VllmConfig, "_get_v2_model_runner_unsupported_features", lambda self: [])
     config = VllmConfig()
-    dense = not FAMILIES[architecture].mixture
     config.model_config = SimpleNamespace(
-        runner_type="generate", architectures=[architecture], is_diffusion=False, is_moe=not dense
+        runner_type="generate",
+        architectures=[architecture],
+        is_diffusion=False,
+        is_moe=bool(FAMILIES[architecture].mixture),
     )
-    assert config.use_v2_model_runner is (dense and has_triton)
+    assert config.use_v2_model_runner is has_triton
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert not config.use_v2_model_runner
