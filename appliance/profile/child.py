@@ -53,7 +53,7 @@ def calibrated(job: ProfileJob, folder: Path, origin: Origin) -> Profile:
         append_event(Path(job.report_dir), kind="progress", what=str(Phase.PROFILE), done=done, total=total, note=note)
 
     settings = Settings(**job.model_dump(include={field.name for field in dataclasses.fields(Settings)}))
-    architecture, reason = unprofiled(folder) if settings.mismatch_budget is None else ("", "")
+    architecture, reason = unprofiled(folder, is_measured=settings.mismatch_budget is not None)
     if reason:
         reasons = (NotSmoothed(architecture, reason),)
         return Profile(origin, job.scheme, settings, Smoothing(()), architecture=architecture, not_smoothed=reasons)

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from appliance.errors import EngineError
+from appliance.errors import EngineError, first_line
 from appliance.quant.files import NotSmoothed
 from appliance.quant.layer_units import find_units
 from appliance.terms.families import EXPERT_PARTS, EXPERTS, FAMILIES, Family, Unit, unlisted
@@ -179,12 +179,39 @@ def _build(folder: Path) -> _Built:
     return _Built(model, config.model_type, family=family, architecture=architecture, problem=problem)
 
 
-def unprofiled(folder: Path) -> tuple[str, str]:
+def unprofiled(folder: Path, *, is_measured: bool) -> tuple[str, str]:
     """Return (class, reason) of a model without a row in the list of families whose layers cannot be run one by one,
-    so that nothing is measured for its profile; empty texts of every other. Raises EngineError for a configuration that
-    cannot be read."""
+    so that nothing is measured for its profile; empty texts of every other.
+
+    is_measured: whether the profile has to be measured, so that such a model is refused.
+    Raises EngineError for what is refused, for a configuration that cannot be read, and for a checkpoint that lacks a
+    weight.
+    """
     built = _build(folder)
-    return ("", "") if built.family or not built.problem else (built.architecture, built.problem)
+    if built.family:
+        return "", ""
+    problem = built.problem or _problem_of_layers(StreamedModel(ModelTensors(folder)))
+    if problem and is_measured:
+        raise _no_profile(folder, built.model_type, problem)
+    return (built.architecture, problem) if problem else ("", "")
+
+
+def _no_profile(folder: Path, model_type: str, problem: str) -> EngineError:
+    return EngineError(f"{folder}: a profile of `{model_type}` cannot be made: {problem}", hint=_HINT)
+
+
+def _problem_of_layers(model: StreamedModel) -> str:
+    """Find the units of the first layer and of the last one, which may be of another kind. Returns why they cannot be
+    run as a calibration runs them, or an empty text."""
+    try:
+        for index in sorted({0, model.num_layers - 1}):
+            with model.layer(index) as layer:
+                model.units(index, layer)
+    except EngineError:  # of the checkpoint
+        raise
+    except Exception as error:  # the boundary of what a class of transformers computes
+        return f"its layers cannot be run one by one: {type(error).__name__}: {first_line(error)}"
+    return ""
 
 
 class StreamedModel:
@@ -203,8 +230,7 @@ class StreamedModel:
         """
         built = _build(checkpoint.folder)
         if built.problem:
-            message = f"{checkpoint.folder}: a profile of `{built.model_type}` cannot be made: {built.problem}"
-            raise EngineError(message, hint=_HINT)
+            raise _no_profile(checkpoint.folder, built.model_type, built.problem)
         self.checkpoint = checkpoint
         self._beat = beat
         self._family, self.architecture, model = built.family, built.architecture, built.model

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from profiles import read_profile
+from safetensors.torch import load_file, save_file
 from test_calibrate import by_codec, exact_stream, log_probs, profile_of
 from tiny_models import tiny, tokens
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.granite.modeling_granite import GraniteDecoderLayer
 from unlisted_models import UNLISTED, build_unlisted, make_unlisted
 
 from appliance.errors import EngineError
 from appliance.profile.command import table
-from appliance.quant.checkpoint import ModelTensors, StreamedModel
+from appliance.quant.checkpoint import ModelTensors, StreamedModel, unprofiled
 from appliance.quant.files import made_of_another_class, read_file_header
 from appliance.quant.own_samples import ProfileSampling, draw_samples
 from appliance.quant.prediction import head_gradients
@@ -210,3 +212,27 @@ def test_a_head_with_a_bias_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         EngineError, match="`lm_head` of transformers' GraniteForCausalLM is not a linear layer without"
     ):
         StreamedModel(ModelTensors(tmp_path))
+
+
+def test_a_layer_that_fails_is_the_reason_and_a_missing_weight_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer may be of another kind than the first."""
+    folder = make_unlisted(tmp_path, "granite", seed=1)
+    assert unprofiled(folder, is_measured=True) == ("", "")
+    forward = GraniteDecoderLayer.forward
+
+    def fails(layer: nn.Module, *arguments: object, **settings: object) -> Tensor:
+        if layer.self_attn.layer_idx == 1:
+            raise KeyError("keys of an earlier layer")
+        return forward(layer, *arguments, **settings)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GraniteDecoderLayer, "forward", fails)
+        why = "its layers cannot be run one by one: KeyError: 'keys of an earlier layer'"
+        assert unprofiled(folder, is_measured=False) == ("GraniteForCausalLM", why)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=r"the checkpoint has no model.layers.1.mlp.up_proj.weight"):
+        unprofiled(folder, is_measured=False)

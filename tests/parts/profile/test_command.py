@@ -281,6 +281,39 @@ def test_a_model_whose_layers_cannot_be_run_one_by_one_gets_a_profile_that_smoot
         make_profile(job.replace(mismatch_budget=0.01))
 
 
+GEMMA_3N = {  # small; the last layer has the keys and values of an earlier one
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size": 64,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "num_kv_shared_layers": 1,
+    "layer_types": ["full_attention"] * 3,
+    "activation_sparsity_pattern": [0.0] * 3,
+    "laurel_rank": 4,
+}
+
+
+def test_a_model_whose_layers_are_called_in_another_way_gets_one_too(recipe: Recipe, tmp_path: Path) -> None:
+    """Gemma 3n has inputs for each layer beside the residual stream, and four streams of that."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    Gemma3nForCausalLM(Gemma3nTextConfig(**GEMMA_3N)).bfloat16().save_pretrained(tmp_path / "model")
+    job = job_of_plan(planned(recipe)).replace(model=str(tmp_path / "model"), cache_dir=str(tmp_path / "cache"))
+    header = read_file_header(make_profile(job))
+    assert (header["architecture"], header["smoothing"], header["layers"]) == ("Gemma3nForCausalLM", [], [])
+    ((reason,),) = ([each["why"] for each in header["not_smoothed"]],)
+    assert reason.startswith("its layers cannot be run one by one: ")
+    refused = r"a profile of `gemma3n_text` cannot be made: its layers cannot be run one by one: "
+    with pytest.raises(EngineError, match=refused) as raised:
+        make_profile(job.replace(mismatch_budget=0.01))
+    assert raised.value.hint == "set quantization.profile: none"
+
+
 def test_the_text_is_the_models_own_answers_to_prompts_of_the_task(recipe: Recipe) -> None:
     from transformers import AutoTokenizer
 
