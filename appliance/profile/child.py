@@ -53,7 +53,9 @@ def calibrated(job: ProfileJob, folder: Path, origin: Origin) -> Profile:
         append_event(Path(job.report_dir), kind="progress", what=str(Phase.PROFILE), done=done, total=total, note=note)
 
     settings = Settings(**job.model_dump(include={field.name for field in dataclasses.fields(Settings)}))
-    architecture, reason = unprofiled(folder, is_measured=settings.mismatch_budget is not None)
+    trust = job.trust_remote_code
+    is_measured = settings.mismatch_budget is not None
+    architecture, reason = unprofiled(folder, is_measured=is_measured, trust_remote_code=trust)
     if reason:
         reasons = (NotSmoothed(architecture, reason),)
         return Profile(origin, job.scheme, settings, Smoothing(()), architecture=architecture, not_smoothed=reasons)
@@ -65,6 +67,7 @@ def calibrated(job: ProfileJob, folder: Path, origin: Origin) -> Profile:
         scheme=job.scheme,
         settings=settings,
         origin=origin,
+        trust_remote_code=trust,
         on_layer=report,
     )
 
@@ -124,7 +127,7 @@ def own_samples(
         max_tokens=job.response_tokens,
         stop=ends_of_responses(folder, tokenizer=tokenizer),
     )
-    model = StreamedModel(ModelTensors(folder), beat=Heartbeat().beat)
+    model = StreamedModel(ModelTensors(folder), trust_remote_code=job.trust_remote_code, beat=Heartbeat().beat)
     return draw_samples(model, prompts=prompts, sampling=sampling, on_token=on_token)
 
 

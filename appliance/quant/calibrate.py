@@ -63,20 +63,21 @@ def calibrate(
     settings: Settings,
     origin: Origin,
     prompt_tokens: Sequence[int] = (),
+    trust_remote_code: bool = False,
     on_layer: Callable[[str, int, int], None] = lambda name, done, total: None,
     ledger: Ledger | None = None,
 ) -> Profile:
     """Profile the model in `folder` on tokenised text, on the CPU.
 
     sequences: token ids, each of at least one token.  prompt_tokens: of each sequence, how many no response has; empty:
-    the mismatch of all but the first counts.  on_layer: called after every layer of every pass over the text, as
-    `Views` has it.
+    the mismatch of all but the first counts.  trust_remote_code: whether code that comes with the model may run.
+    on_layer: called after every layer of every pass over the text, as `Views` has it.
     Raises EngineError for a model in which there is no path from embeddings through decoder layers to a head, or a
     checkpoint that is not whole, NumericsError when a weight or an activation is not finite.
     """
     ledger = ledger or Ledger()
     checkpoint = ModelTensors(folder, ledger=ledger)
-    model = StreamedModel(checkpoint)
+    model = StreamedModel(checkpoint, trust_remote_code=trust_remote_code)
     batches = batches_of(sequences, prompt_tokens=prompt_tokens)
     views = Views(model, batches=batches, scheme=scheme, ignore=settings.ignore, ledger=ledger, on_layer=on_layer)
     streams = _Streams(views.embedded, list(views.embedded))

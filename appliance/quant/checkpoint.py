@@ -33,6 +33,7 @@ _FAMILIES = {family.model_type: family for family in FAMILIES.values()}
 _PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")  # of a decoder
 _TRIED_TOKENS = 12  # of the sequence by which units are found
 _HINT = "set quantization.profile: none"
+_HINT_CODE = f"{_HINT}, or, where the model needs its own code and you have read it, model.trust_remote_code: true"
 
 
 @dataclass
@@ -156,14 +157,17 @@ class _Built:
     problem: str
 
 
-def _build(folder: Path) -> _Built:
-    """Build the model of a folder. Raises EngineError for a configuration that cannot be read."""
+def _build(folder: Path, *, trust_remote_code: bool) -> _Built:
+    """Build the model of a folder. trust_remote_code: as StreamedModel's.  Raises EngineError for a configuration that
+    cannot be read, or needs code that must not run."""
     from transformers import AutoConfig, AutoModelForCausalLM  # seconds that reading a checkpoint does not need
 
+    trust = {"trust_remote_code": trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{folder}: config.json cannot be read: {error}", hint=_HINT) from error
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **trust)
+    except Exception as error:  # the boundary of what a config.json may hold, and of code that may be the model's own
+        reason = f"config.json cannot be read: {type(error).__name__}: {first_line(error)}"
+        raise EngineError(f"{folder}: {reason}", hint=_HINT_CODE) from error
     architectures = config.architectures or [""]
     family = None if (architecture := unlisted(architectures)) else _FAMILIES.get(config.model_type)
     # Of attentions of other families only transformers' own, step by step, is known to compute all that they ask
@@ -172,25 +176,28 @@ def _build(folder: Path) -> _Built:
     model: Any = None
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+            settings = {"dtype": torch.bfloat16, "attn_implementation": attention}
+            model = AutoModelForCausalLM.from_config(config, **settings, **trust)
         problem = _other_structure(model)
-    except ValueError as error:
-        problem = str(error)
+    except Exception as error:  # the same boundary
+        problem = f"transformers cannot build it: {type(error).__name__}: {first_line(error)}"
     return _Built(model, config.model_type, family=family, architecture=architecture, problem=problem)
 
 
-def unprofiled(folder: Path, *, is_measured: bool) -> tuple[str, str]:
+def unprofiled(folder: Path, *, is_measured: bool, trust_remote_code: bool = False) -> tuple[str, str]:
     """Return (class, reason) of a model without a row in the list of families whose layers cannot be run one by one,
     so that nothing is measured for its profile; empty texts of every other.
 
-    is_measured: whether the profile has to be measured, so that such a model is refused.
+    is_measured: whether the profile has to be measured, so that such a model is refused.  trust_remote_code: as
+    StreamedModel's.
     Raises EngineError for what is refused, for a configuration that cannot be read, and for a checkpoint that lacks a
     weight.
     """
-    built = _build(folder)
+    built = _build(folder, trust_remote_code=trust_remote_code)
     if built.family:
         return "", ""
-    problem = built.problem or _problem_of_layers(StreamedModel(ModelTensors(folder)))
+    problem = built.problem
+    problem = problem or _problem_of_layers(StreamedModel(ModelTensors(folder), trust_remote_code=trust_remote_code))
     if problem and is_measured:
         raise _no_profile(folder, built.model_type, problem)
     return (built.architecture, problem) if problem else ("", "")
@@ -222,13 +229,16 @@ class StreamedModel:
     not_smoothed: tuple[NotSmoothed, ...]
     """Norms and linear layers that smoothing cannot divide, of the layers whose units were found so far."""
 
-    def __init__(self, checkpoint: ModelTensors, *, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, checkpoint: ModelTensors, *, trust_remote_code: bool = False, beat: Callable[[], None] = lambda: None
+    ) -> None:
         """Read the model's configuration.
 
+        trust_remote_code: whether code that comes with the model may run.
         beat: called whenever a layer's weights are in memory, as a sign of life.
         Raises EngineError for a model of another structure.
         """
-        built = _build(checkpoint.folder)
+        built = _build(checkpoint.folder, trust_remote_code=trust_remote_code)
         if built.problem:
             raise _no_profile(checkpoint.folder, built.model_type, built.problem)
         self.checkpoint = checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from hub_variables import set_hub
 from plans import with_model
 from typer.testing import CliRunner
+from unlisted_models import make_unlisted
 
 from appliance.cli import app
 from appliance.errors import EngineError, RecipeError
@@ -312,6 +314,41 @@ def test_a_model_whose_layers_are_called_in_another_way_gets_one_too(recipe: Rec
     with pytest.raises(EngineError, match=refused) as raised:
         make_profile(job.replace(mismatch_budget=0.01))
     assert raised.value.hint == "set quantization.profile: none"
+
+
+OWN_CODE = """
+from pathlib import Path
+from transformers import GraniteConfig, GraniteForCausalLM
+Path({marker!r}).touch()
+class OwnConfig(GraniteConfig):
+    model_type = "own"
+class OwnForCausalLM(GraniteForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_model_runs_for_its_profile_only_where_the_recipe_says_so(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer, dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, marker = make_unlisted(tmp_path / "model", "granite", seed=1), tmp_path / "marker"
+    (folder / "own.py").write_text(OWN_CODE.format(marker=str(marker)))
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(config))
+    tiny = job_of_plan(planned(recipe))
+    AutoTokenizer.from_pretrained(tiny.model).save_pretrained(folder)
+    job = tiny.replace(model=str(folder), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(EngineError, match="contains custom code which must be executed") as raised:
+        make_profile(job)
+    assert not marker.exists()
+    assert raised.value.hint.endswith("and you have read it, model.trust_remote_code: true")
+    header = read_file_header(make_profile(job.replace(trust_remote_code=True)))
+    assert marker.exists() and header["architecture"] == "OwnForCausalLM"
+    assert header["smoothing"] and len(header["layers"]) == 2 * 4
 
 
 def test_the_text_is_the_models_own_answers_to_prompts_of_the_task(recipe: Recipe) -> None:
