@@ -230,7 +230,7 @@ class AdapterLayers:
         layer, part = layer_of(name)
         rounded = tensor.to(self._dtype)
         fold = fold_columns if part == A else fold_rows
-        return fold(f"{layer}.weight", rounded, smoothing=smoothing)
+        return fold(name, rounded, weight=f"{layer}.weight", smoothing=smoothing)
 
     def check(self, sync: int, *, every: int, everyone: bool) -> int:
         """Compare what vLLM holds with what came, in every layer, and ask the paths of those whose turn it is. every:

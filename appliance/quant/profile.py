@@ -140,20 +140,21 @@ def fold(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Tensor:
     Raises NumericsError when a value leaves the format's exponents or is not finite, EngineError for another shape than
     the smoothing's.
     """
-    columns, rows = _column_factor(name, tensor, smoothing=smoothing), _row_factor(name, tensor, smoothing=smoothing)
+    columns = _column_factor(name, tensor, weight=name, smoothing=smoothing)
+    rows = _row_factor(name, tensor, weight=name, smoothing=smoothing)
     return _times(name, tensor, [*columns, *rows])
 
 
-def fold_columns(name: str, a_RK: Tensor, *, smoothing: Smoothing) -> Tensor:
-    """Fold smoothing into the first matrix of an adapter, which reads what the layer reads. name: of the layer's
-    weight.  a_RK: as `fold`'s tensor. Raises what `fold` raises."""
-    return _times(name, a_RK, [*_column_factor(name, a_RK, smoothing=smoothing)])
+def fold_columns(name: str, a_RK: Tensor, *, weight: str, smoothing: Smoothing) -> Tensor:
+    """Fold smoothing into the first matrix of an adapter, which reads what the layer reads. name: of the matrix, for
+    errors.  a_RK: as `fold`'s tensor.  weight: name of the layer's weight. Raises what `fold` raises."""
+    return _times(name, a_RK, [*_column_factor(name, a_RK, weight=weight, smoothing=smoothing)])
 
 
-def fold_rows(name: str, b_NR: Tensor, *, smoothing: Smoothing) -> Tensor:
-    """Fold smoothing into the second matrix of an adapter, which adds to what the layer gives. name: of the layer's
-    weight.  b_NR: as `fold`'s tensor. Raises what `fold` raises."""
-    return _times(name, b_NR, [*_row_factor(name, b_NR, smoothing=smoothing)])
+def fold_rows(name: str, b_NR: Tensor, *, weight: str, smoothing: Smoothing) -> Tensor:
+    """Fold smoothing into the second matrix of an adapter, which adds to what the layer gives. name: of the matrix, for
+    errors.  b_NR: as `fold`'s tensor.  weight: name of the layer's weight. Raises what `fold` raises."""
+    return _times(name, b_NR, [*_row_factor(name, b_NR, weight=weight, smoothing=smoothing)])
 
 
 def _times(name: str, tensor: Tensor, factors: list[Tensor]) -> Tensor:
@@ -167,26 +168,30 @@ def _times(name: str, tensor: Tensor, factors: list[Tensor]) -> Tensor:
     for factor in factors[1:]:
         restored *= factor.reciprocal()
     if not torch.equal(restored, tensor):
+        if not bool(torch.isfinite(tensor).all()):
+            raise NumericsError(f"{name}: a value is not finite")
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise NumericsError(f"{name}: a value times its smoothing scale does not fit {kind}, or is not finite")
+        raise NumericsError(f"{name}: a value times its smoothing scale does not fit {kind}")
     return folded
 
 
-def _column_factor(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Iterator[Tensor]:
-    """What the tensor's columns are to be multiplied by, in its own format: none or one."""
-    column_K = smoothing.column_factor_of(name)
+def _column_factor(name: str, tensor: Tensor, *, weight: str, smoothing: Smoothing) -> Iterator[Tensor]:
+    """What the tensor's columns are to be multiplied by, in its own format: none or one. weight: name of the parameter
+    that has the columns in the checkpoint."""
+    column_K = smoothing.column_factor_of(weight)
     if column_K is not None:
         if tensor.ndim == 0 or tensor.shape[-1] != len(column_K):
             raise _of_another_model(name, tensor, channels=len(column_K))
         yield column_K.to(tensor)
 
 
-def _row_factor(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Iterator[Tensor]:
-    """What the tensor's rows are to be multiplied by, in its own format: none or one."""
-    row_N = smoothing.row_factor_of(name)
+def _row_factor(name: str, tensor: Tensor, *, weight: str, smoothing: Smoothing) -> Iterator[Tensor]:
+    """What the tensor's rows are to be multiplied by, in its own format: none or one. weight: name of the parameter
+    that has the rows in the checkpoint."""
+    row_N = smoothing.row_factor_of(weight)
     if row_N is not None:
         rows = tensor.shape[0] if tensor.ndim in (1, 2) else 0
-        is_fused = len(names_of_parts(name)) > 1
+        is_fused = len(names_of_parts(weight)) > 1
         if rows < len(row_N) or (rows > len(row_N) and not is_fused):
             raise _of_another_model(name, tensor, channels=len(row_N))
         row_N = torch.cat([row_N.new_ones(rows - len(row_N)), row_N]).to(tensor)

@@ -30,7 +30,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from verl.models.transformers.dense_common import CausalLMOutputForPPO
 
-from appliance.errors import SyncError, TrainingError
+from appliance.errors import NumericsError, SyncError, TrainingError
+from appliance.quant.codec import all_finite
 from appliance.quant.files import kept_layers
 from appliance.quant.layer_view import is_ignored
 from appliance.quant.profile import Smoothing, fold, fold_columns, fold_rows, load_smoothing
@@ -72,10 +73,13 @@ class LayerAdapter(NamedTuple):
 
     def as_engine(self, name: str, *, smoothing: Smoothing) -> AdapterPart:
         """Return it as vLLM holds it: with smoothing, times its scale, filled up with zeros. name: of the module.
-        Raises NumericsError."""
-        weight = f"{name}.weight"
-        a_RK = fold_columns(weight, self.a.weight, smoothing=smoothing)
-        b_NR = fold_rows(weight, self.b.weight, smoothing=smoothing) * self.scale
+        Raises NumericsError, which names the matrix."""
+        (a_name, b_name), weight = adapter_names(name), f"{name}.weight"
+        for matrix_name, matrix in ((a_name, self.a.weight), (b_name, self.b.weight)):
+            if not all_finite(matrix.detach()):
+                raise NumericsError(f"{matrix_name} in training: a value is not finite")
+        a_RK = fold_columns(a_name, self.a.weight, weight=weight, smoothing=smoothing)
+        b_NR = fold_rows(b_name, self.b.weight, weight=weight, smoothing=smoothing) * self.scale
         if more := self.engine_rank - len(a_RK):
             a_RK, b_NR = pad(a_RK, (0, 0, 0, more)), pad(b_NR, (0, more))
         return AdapterPart(a_RK, b_NR)

@@ -20,6 +20,8 @@ from appliance.quant.profile import (
     Smoothing,
     SmoothingGroup,
     fold,
+    fold_columns,
+    fold_rows,
     load_smoothing,
     power_of_two,
     require_all_folded,
@@ -192,12 +194,32 @@ def test_a_profile_is_read_with_its_heads_and_one_of_the_first_version_without(t
         load_smoothing(tmp_path / "before")
 
 
-@pytest.mark.parametrize(("value", "scale"), [(3e38, 2.0), (1e-40, 0.25), (float("nan"), 2.0)])
-def test_a_value_outside_the_format_is_refused(value: float, scale: float) -> None:
+OUTSIDE = "a value times its smoothing scale does not fit bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("value", "scale", "message"),
+    [(3e38, 2.0, OUTSIDE), (1e-40, 0.25, OUTSIDE), (float("nan"), 2.0, "a value is not finite")],
+)
+def test_a_value_outside_the_format_is_refused(value: float, scale: float, message: str) -> None:
     group = SmoothingGroup("norm.weight", ("q_proj.weight",), torch.tensor([scale, 1.0]))
     weight = torch.tensor([[value, 1.0]], dtype=torch.bfloat16)
-    with pytest.raises(NumericsError, match=r"q_proj\.weight: a value times its smoothing scale does not fit bfloat16"):
+    with pytest.raises(NumericsError) as raised:
         fold("q_proj.weight", weight, smoothing=Smoothing((group,)))
+    assert raised.value.message == f"q_proj.weight: {message}"
+
+
+@pytest.mark.parametrize(("value", "message"), [(3e38, OUTSIDE), (float("inf"), "a value is not finite")])
+def test_a_matrix_of_an_adapter_is_named_where_smoothing_cannot_be_folded_in(value: float, message: str) -> None:
+    """And not the layer's weight, which is as it was."""
+    norm = SmoothingGroup("norm.weight", ("v_proj.weight",), torch.tensor([2.0, 1.0]))
+    values = SmoothingGroup("v_proj.weight", ("o_proj.weight",), torch.tensor([0.5]), head_dim=1)
+    smoothing = Smoothing((norm, values))
+    a_RK, b_NR = (torch.tensor(rows, dtype=torch.bfloat16) for rows in ([[value, 1.0]], [[value]]))
+    for fold_matrix, matrix, name in ((fold_columns, a_RK, "v_proj.lora_A.weight"), (fold_rows, b_NR, "v_proj.lora_B")):
+        with pytest.raises(NumericsError) as raised:
+            fold_matrix(name, matrix, weight="v_proj.weight", smoothing=smoothing)
+        assert raised.value.message == f"{name}: {message}"
 
 
 def test_a_profile_of_another_width_is_refused() -> None:

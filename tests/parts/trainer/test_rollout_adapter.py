@@ -242,6 +242,19 @@ def test_what_the_engines_got_is_what_is_computed_with(tmp_path: Path) -> None:
             peft(**inputs, temperature=1.0)
 
 
+@pytest.mark.parametrize("matrix", ["layers.1.mlp.down_proj.lora_A", "layers.0.self_attn.o_proj.lora_B"])
+def test_a_matrix_of_an_adapter_that_is_not_finite_is_named(matrix: str, tmp_path: Path) -> None:
+    """Also of the last layer, behind which no activation is looked at."""
+    model = saved(tmp_path)
+    peft, _, _ = adapted(tmp_path, model)
+    parameters = {name.replace(".default", ""): each for name, each in peft.named_parameters()}
+    name = f"base_model.model.model.{matrix}.weight"
+    parameters[name].data[0, 1] = torch.nan
+    with pytest.raises(NumericsError) as raised:
+        peft(**packed(model), temperature=1.0)
+    assert raised.value.message == f"{name} in training: a value is not finite"
+
+
 def test_other_files_than_were_loaded_end_the_run(tmp_path: Path) -> None:
     model = saved(tmp_path)
     file, name = tmp_path / "model.safetensors", "model.layers.1.self_attn.o_proj.weight"
