@@ -13,7 +13,9 @@ against measured runs.
 With LoRA the model is held in BF16, and gradients and Adam are the adapter's; while weights are sent, each host has a
 copy of the model besides. An adapter that is sent alone needs no such copy: a model that goes with it is sent tensor by
 tensor. Its engine keeps the model, and so a host holds the engine's weights while the engine sleeps. Where the trainer
-has codes in place of weights (`RunPlan.trains_on_codes`) they stay from update to update, on each rank.
+has codes in place of weights (`RunPlan.trains_on_codes`) they stay from update to update. When the guard puts layers in
+BF16 their weights, which are read from the model's files again, are there in place of the codes: twice as much, and
+nothing that is offloaded. On a CPU codes and packed weights take as much.
 
 P weights, N GPUs, T tokens of one forward on one GPU, h hidden, q attention's width, i intermediate, V vocabulary,
 L layers.
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from appliance.plan.engines import CHANGES_ENGINES
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import BUILT_IN_MODELS
 from appliance.terms.devices import GPUS
@@ -47,6 +50,7 @@ _LOGITS_ON_CPU = 12  # the same in FP32
 _PACKED = 2  # bytes per weight that a rank of `trainer.forward: rollout` quantises itself: codes, and what multiplies
 _CODES = 1  # of them on a GPU, where the codes themselves are multiplied; each rank has all, until the next update
 _KEPT_CODES = "codes of the forward"
+_READ_AGAIN = "BF16 in their place if the guard acts"
 _BUCKET = GIB // 2  # of the weights that are sent at once, verl's
 _REFERENCE = 4  # bytes per weight, FP32, shared by all ranks
 _SHARINGS = (1, 2, 4, 8)
@@ -105,14 +109,14 @@ def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
     offloads = plan.trainer.offload_parameters
     without_offloaded, whole = (_state(plan, shape, parameters=each) for each in (not offloads, True))
     largest = shape.vocab * shape.hidden  # weights of the embedding
-    kept_codes = _CODES * shape.linear_weights if plan.trains_on_codes else 0
+    kept_codes = _kept_codes(plan, shape) if plan.trains_on_codes else ()
     return (
         Moment(
             "rollout",
             (
                 *rollout,
                 Part(beside, without_offloaded, **certain),
-                Part(_KEPT_CODES, kept_codes, **certain),
+                *kept_codes,
                 Part("CUDA", _CONTEXT),
             ),
             limit,
@@ -123,7 +127,7 @@ def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
             (
                 Part("engine's weights", engine_weights(plan, shape), **certain),
                 Part(beside, whole if _merges(plan) else without_offloaded, **certain),
-                Part(_KEPT_CODES, kept_codes, **certain),
+                *kept_codes,
                 Part("weights on their way", _BUCKET + (2 * _FROZEN + (0 if plan.model.lora else _MASTER)) * largest),
                 Part("CUDA and the engine's graphs", 2 * _CONTEXT + _GRAPHS_ASLEEP),
             ),
@@ -134,7 +138,7 @@ def moments(plan: RunPlan, shape: ModelShape) -> tuple[Moment, ...]:
             (
                 *rollout,
                 Part(beside, whole, **certain),
-                Part(_KEPT_CODES, kept_codes, **certain),
+                *kept_codes,
                 Part("the largest weight", 0 if plan.model.lora else _GATHERED * largest),
                 Part("CUDA", _CONTEXT),
             ),
@@ -174,11 +178,23 @@ def _update(plan: RunPlan, shape: ModelShape, *, limit: int) -> Moment:
             Part("gathered layers", 2 * (2 * shape.linear_weights // shape.layers + others)),
             Part("activations", _activations(plan, shape)),
             Part("logits", _tokens_of_a_forward(plan) * shape.vocab * _LOGITS),
-            Part(_KEPT_CODES, _CODES * shape.linear_weights if plan.trainer.quantises else 0, certain=True),
+            *(_kept_codes(plan, shape) if plan.trainer.quantises else ()),
             Part("CUDA and the sleeping engine", 2 * _CONTEXT + _GRAPHS_ASLEEP),
         ),
         limit,
     )
+
+
+def _kept_codes(plan: RunPlan, shape: ModelShape) -> tuple[Part, ...]:
+    """Codes that each rank's forward has on a GPU, and what takes more memory after an action of the guard: of a share
+    of the layers, which may be the largest, all are counted."""
+    codes = Part(_KEPT_CODES, _CODES * shape.linear_weights, certain=True)
+    reads_again = plan.trains_on_codes and _guard_changes_precision(plan)
+    return codes, Part(_READ_AGAIN, (_FROZEN - _CODES) * shape.linear_weights if reads_again else 0)
+
+
+def _guard_changes_precision(plan: RunPlan) -> bool:
+    return any(action in CHANGES_ENGINES for action in plan.guard.actions or ())
 
 
 def trained_weights(plan: RunPlan, shape: ModelShape) -> int:
@@ -392,11 +408,16 @@ def gpu_ladder(plan: RunPlan, shape: ModelShape) -> tuple[str, ...]:
     def all_short(changed: RunPlan) -> int:
         return sum(moment.short for moment in moments(changed, shape))
 
+    def less_for_the_engine(changed: RunPlan) -> Iterator[Changed]:
+        return (each for each in _less_for_the_engine(changed) if not all_short(each[0]))
+
     rungs: tuple[Rung, ...] = (
         (lambda changed: _offload(changed, "offload_optimizer"), all_short),
         (lambda changed: _offload(changed, "offload_parameters"), all_short),
         (lambda changed: _on_more_ranks(changed, shape), lambda changed: moments(changed, shape)[1].short),
-        (lambda changed: (each for each in _less_for_the_engine(changed) if not all_short(each[0])), all_short),
+        (less_for_the_engine, all_short),
+        (_guard_in_one_precision, all_short),
+        (less_for_the_engine, all_short),
         (lambda changed: _more_gpus(changed, shape), all_short),
     )
     return _climb(plan, rungs, short=all_short)
@@ -449,9 +470,17 @@ def _on_more_ranks(plan: RunPlan, shape: ModelShape) -> Iterator[Changed]:
             yield plan.replace(trainer=trainer, batch=batch), f"{shared}{instead}{_PACKED_TO}: {tokens}"
 
 
+def _guard_in_one_precision(plan: RunPlan) -> Iterator[Changed]:
+    """Leave out the guard's actions after which a trainer of codes has BF16 weights."""
+    if plan.trains_on_codes and _guard_changes_precision(plan):
+        actions = tuple(action for action in plan.guard.actions or () if action not in CHANGES_ENGINES)
+        yield plan.replace(guard=plan.guard.replace(actions=actions)), f"guard.actions: [{', '.join(actions)}]"
+
+
 def _more_gpus(plan: RunPlan, shape: ModelShape) -> Iterator[Changed]:
-    """Up to eight in one host; an engine of its own takes as many as its weights need, or less memory of each."""
-    for gpus in _SHARINGS:
+    """Up to eight in one host; an engine of its own takes as many as its weights need, or less memory of each. Not
+    where the trainer has one rank alone (plan/rules.py)."""
+    for gpus in () if plan.trains_on_codes else _SHARINGS:
         more, text = plan.replace(cluster=plan.cluster.replace(gpus_per_node=gpus)), f"cluster.gpus_per_node: {gpus}"
         if gpus > plan.cluster.gpus_per_node and not shape.heads % gpus and _shares_out(more):
             shared = more.replace(rollout=plan.rollout.replace(tensor_parallel=gpus))

@@ -12,6 +12,7 @@ from appliance.errors import RecipeError
 from appliance.plan.build import build_plan
 from appliance.plan.memory import Role, gpu_ladder, host_bytes, memory_by_role, moments, trained_weights
 from appliance.plan.verl_args import overrides
+from appliance.preflight import device
 from appliance.preflight.disk import needed_bytes
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
@@ -171,7 +172,9 @@ def test_a_trainer_of_codes_keeps_no_weights_of_the_layers_that_are_quantised() 
     assert plan.trains_on_codes and not planned("gsm8k-7b-lora-int8", sets[0]).trains_on_codes
     adapter, left = 80_740_352, SHAPE_7B.weights - SHAPE_7B.linear_weights
     rollout, update, sync, save = ({part.name: part.size for part in each.parts} for each in moments(plan, SHAPE_7B))
-    assert {each["codes of the forward"] for each in (rollout, update, sync, save)} == {SHAPE_7B.linear_weights}
+    of_guard = "BF16 in their place if the guard acts"
+    for moment in (rollout, update, sync, save):
+        assert (moment["codes of the forward"], moment[of_guard]) == (SHAPE_7B.linear_weights, SHAPE_7B.linear_weights)
     assert update["weights"] == 2 * left + 4 * adapter
     assert rollout["trainer's state"] == sync["trainer's state"] == 2 * left + (4 + 8) * adapter
     tiny = TINY_MODELS["tiny-arithmetic"].shape
@@ -183,18 +186,43 @@ def test_a_trainer_of_codes_keeps_no_weights_of_the_layers_that_are_quantised() 
     assert on_cpu[1] - on_cpu[0] == (2 - 2) * tiny.linear_weights
 
 
+FLOW = ("model.lora.sync=adapter", "trainer.forward=rollout")
+
+
+@pytest.mark.parametrize(
+    ("actions", "bytes_per_weight"),
+    [("[]", 0), ("[warn, tighten, stop]", 0), ("[bf16]", 1), ("[raise-precision, stop]", 1), ("null", 1)],
+)
+def test_weights_that_the_guard_has_read_again_are_counted_where_it_may(actions: str, bytes_per_weight: int) -> None:
+    """BF16 in place of codes of 1 byte; where the weights stay in the model nothing is read again."""
+    plan = planned("gsm8k-7b-lora-int8", *FLOW, f"guard.actions={actions}")
+    more = {
+        sum(part.size for part in moment.parts if part.name == "BF16 in their place if the guard acts")
+        for moment in moments(plan, SHAPE_7B)
+    }
+    assert more == {bytes_per_weight * SHAPE_7B.linear_weights}
+    assert ("BF16 in their place if the guard acts 6.1" in moments(plan, SHAPE_7B)[1].text) is bool(bytes_per_weight)
+    in_bf16 = planned("gsm8k-7b-lora-int8", FLOW[0], f"guard.actions={actions}")
+    assert not any("guard" in moment.text for moment in moments(in_bf16, SHAPE_7B))
+
+
 def test_7b_fits_on_one_gpu_of_24_gb_where_the_trainer_has_codes() -> None:
-    """And no other LoRA does."""
-    on_one, flow = "cluster.device=rtx4090", ("model.lora.sync=adapter", "trainer.forward=rollout")
-    changes = gpu_ladder(planned("gsm8k-7b-lora-int8", on_one, *flow), SHAPE_7B)
+    """Without the guard's actions that take rollouts to BF16, and no other LoRA does."""
+    on_one = "cluster.device=rtx4090"
+    changes = gpu_ladder(planned("gsm8k-7b-lora-int8", on_one, *FLOW), SHAPE_7B)
     assert changes == (
         "trainer.offload_optimizer: true",
         "trainer.offload_parameters: true",
         "batch.max_tokens_per_gpu: 1024",
+        "guard.actions: [warn, tighten, stop]",
         "rollout.gpu_memory_utilization: 0.55",
     )
-    fitted = planned("gsm8k-7b-lora-int8", on_one, *flow, *(change.replace(": ", "=") for change in changes))
+    sets = [change.replace(": ", "=") for change in changes]
+    fitted = planned("gsm8k-7b-lora-int8", on_one, *FLOW, *sets)
     assert [moment.short for moment in moments(fitted, SHAPE_7B)] == [0] * 4
+    assert [finding.code for finding in device.memory(fitted, HOST, SHAPE_7B)] == []
+    as_usual = planned("gsm8k-7b-lora-int8", on_one, *FLOW, *(each for each in sets if not each.startswith("guard")))
+    assert all(moment.short for moment in moments(as_usual, SHAPE_7B))
     for sync in ("merge", "adapter"):
         bf16 = planned("gsm8k-7b-lora-int8", on_one, f"model.lora.sync={sync}")
         assert "cluster.gpus_per_node: 2" in gpu_ladder(bf16, SHAPE_7B)
