@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +91,14 @@ def adapter_names(module: str) -> tuple[str, str]:
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
+class WeightPlace(StrEnum):
+    """State of the weights of a layer's modules."""
+
+    TRAINED = "trained"  # in the modules; they change at each update
+    FROZEN = "frozen"  # in the modules, as they were loaded
+    IN_FILES = "in files"  # in the model's files alone, as they were loaded
+
+
 class EngineLayer:
     """A linear layer as the engine has it: of one or several modules."""
 
@@ -122,29 +131,29 @@ class EngineLayer:
         self.part_names = [name for name, _ in parts]
         self._smoothing = smoothing
         self._parts = parts
+        self._place = WeightPlace.TRAINED
         self._adapters: dict[str, LayerAdapter] = {}
-        self._is_frozen = False
-        self._on_disk: WeightsOnDisk | None = None
-        self._read_again: list[Tensor] | None = None
         self._factor_K = smoothing.column_factor_of(f"{parts[0][0]}.weight")
         self._factor_N = _row_factor_of(parts, smoothing=smoothing)
-        self._weight: EngineWeight | None = None
+        self._operand: EngineWeight | Tensor | None = None
+        """What the layer multiplies by in its scheme, where that lasts longer than a forward."""
 
-    def add_adapters(self, adapters: Mapping[str, LayerAdapter]) -> None:
-        """Compute with adapters beside the layer's modules, whose own weights are frozen from now on. adapters: by the
-        names of modules, of those of this layer that have one."""
-        self._adapters, self._is_frozen = dict(adapters), True
+    def freeze(self, adapters: Mapping[str, LayerAdapter], *, files: WeightsOnDisk | None = None) -> None:
+        """Compute from now on with adapters beside the layer's modules, whose own weights do not change any more.
 
-    def take_weights_from(self, files: WeightsOnDisk) -> None:
-        """Leave the modules without their weights, and read them from the model's files where they are needed."""
-        for name, part in self._parts:
-            files.take_out(name, part)
-        self._on_disk = files
+        adapters: by the names of modules, of those of this layer that have one.  files: what the weights are read from
+        where they are needed, so that the modules are left without them; None, they stay in the modules.
+        """
+        self._adapters, self._place = dict(adapters), WeightPlace.FROZEN
+        if files is not None:
+            self._place, self._files = WeightPlace.IN_FILES, files
+            for name, part in self._parts:
+                files.take_out(name, part)
 
     def compute_in(self, scheme: Scheme) -> None:
         """Compute in this scheme from the next forward on."""
-        if scheme is not self.scheme or not self._is_frozen:
-            self._weight, self._read_again = None, None
+        if scheme is not self.scheme or self._place is WeightPlace.TRAINED:
+            self._operand = None
         self.scheme = scheme
         self.sent = {}
 
@@ -154,11 +163,12 @@ class EngineLayer:
 
     def note_sent(self, digests: Mapping[str, str]) -> None:
         """Note what the engines got. digests: of a whole update, by name."""
-        weights, matrices = [], [matrix for name in self._adapters for matrix in adapter_names(name)]
-        if self._on_disk is None:  # what is read from files is compared there
-            weights = [f"{name}.weight" for name, _ in self._parts]
-        if self._is_frozen:  # not every update brings them
+        matrices = [matrix for name in self._adapters for matrix in adapter_names(name)]
+        weights = [f"{name}.weight" for name, _ in self._parts]
+        if self._place is WeightPlace.FROZEN:  # not every update brings them
             weights = [name for name in weights if name in digests]
+        elif self._place is WeightPlace.IN_FILES:  # where they are compared when they are read
+            weights = []
         self.sent = {name: digests.get(name, "none") for name in (*weights, *matrices)}
 
     def _check_sent(self) -> None:
@@ -172,9 +182,9 @@ class EngineLayer:
 
     def _weights(self, x: Tensor) -> list[Tensor]:
         """Return the weight of each module, for x's device."""
-        if self._on_disk is None:
-            return [part.weight for _, part in self._parts]
-        return [self._on_disk.read(f"{name}.weight").to(x.device) for name, _ in self._parts]
+        if self._place is WeightPlace.IN_FILES:
+            return [self._files.read(f"{name}.weight").to(x.device) for name, _ in self._parts]
+        return [part.weight for _, part in self._parts]
 
     def __call__(self, x: Tensor, *, gated: bool = False) -> Tensor:
         """Return [T, N] of [T, K]; gated: of [T, 2K]. Raises NumericsError for a weight that is not finite, and for
@@ -197,30 +207,38 @@ class EngineLayer:
         if bias_N is not None and self._factor_N is not None:
             bias_N = bias_N * self._factor_N.to(bias_N)
         if not self.scheme.quantised:
-            weights = self._read_again or self._weights(x)
-            self._read_again = None if self._on_disk is None else weights
-            weight_NK = torch.cat(weights) if len(weights) > 1 else weights[0]  # a copy would be kept for backward
-            if self._factor_K is not None:
-                weight_NK = weight_NK * self._factor_K.to(weight_NK)
-            if self._factor_N is not None:
-                weight_NK = weight_NK * self._factor_N.to(weight_NK)[:, None]
+            weight_NK = self._operand if isinstance(self._operand, Tensor) else self._folded(x)
+            if self._place is WeightPlace.IN_FILES:
+                self._operand = weight_NK
             return linear(silu_and_mul(x) if gated else x, weight_NK, bias_N)
-        weights = [] if self._is_frozen else self._weights(x)
-        if self._weight is None:
-            folded = [
-                fold(f"{name}.weight", weight.detach(), smoothing=self._smoothing)
-                for (name, _), weight in zip(self._parts, weights or self._weights(x), strict=True)
-            ]
-            self._weight = EngineWeight.from_linears(
-                folded,
-                name=self.name,
-                scheme=self.scheme,
-                factor_K=self._factor_K,
-                factor_N=self._factor_N,
-                fp8_backward=self.fp8_backward,
-                keeps_dequantised=self.keeps_dequantised,
-            )
-        return self._weight(x, weights, bias_N, gated=gated)
+        trained = self._weights(x) if self._place is WeightPlace.TRAINED else []
+        if not isinstance(self._operand, EngineWeight):
+            self._operand = self._quantised(trained or self._weights(x))
+        return self._operand(x, trained, bias_N, gated=gated)
+
+    def _folded(self, x: Tensor) -> Tensor:
+        """Return [N, K] of all modules with smoothing, through which gradients pass, for x's device."""
+        weights = self._weights(x)
+        weight_NK = torch.cat(weights) if len(weights) > 1 else weights[0]  # a copy would be kept for backward
+        if self._factor_K is not None:
+            weight_NK = weight_NK * self._factor_K.to(weight_NK)
+        return weight_NK if self._factor_N is None else weight_NK * self._factor_N.to(weight_NK)[:, None]
+
+    def _quantised(self, weights: Sequence[Tensor]) -> EngineWeight:
+        """Quantise the weights of all modules. Raises NumericsError."""
+        folded = [
+            fold(f"{name}.weight", weight.detach(), smoothing=self._smoothing)
+            for (name, _), weight in zip(self._parts, weights, strict=True)
+        ]
+        return EngineWeight.from_linears(
+            folded,
+            name=self.name,
+            scheme=self.scheme,
+            factor_K=self._factor_K,
+            factor_N=self._factor_N,
+            fp8_backward=self.fp8_backward,
+            keeps_dequantised=self.keeps_dequantised,
+        )
 
     def alone(self, x: Tensor) -> Tensor:
         """Return [..., N] of what transformers gives, for transformers: smoothing, powers of two, is put into it and
@@ -407,9 +425,7 @@ class RolloutForward:
                 if isinstance(module, LoraLayer):
                     matrices = (each["default"] for each in (module.lora_A, module.lora_B))
                     adapters[name] = LayerAdapter(*matrices, module.scaling["default"], engine_rank)
-            layer.add_adapters(adapters)
-            if layer.scheme.quantised:
-                layer.take_weights_from(files)
+            layer.freeze(adapters, files=files if layer.scheme.quantised else None)
 
     @property
     def is_emulated(self) -> bool:

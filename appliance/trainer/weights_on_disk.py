@@ -4,6 +4,9 @@ With `trainer.forward: rollout` and `model.lora.sync: adapter` the forward has c
 gradient. The BF16 weights are needed for an update that brings the model to the engines (the first one of an
 engine, and each that changes its precision), and while rollouts are in BF16. What is read is compared, by digest, with
 what transformers loaded at the start: other files, or a format that is read in another way, end the run.
+
+Of the files the headers are read at the start, and then the weights that are asked for, no others and each once for a
+purpose. The trainer has one rank (plan/rules.py), so no other process reads them.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def test_log_probs_are_the_engines(scheme: str, tmp_path: Path) -> None:
     assert sum(len(response) for _, response, _ in rows) == 480
     free_engine(sides.engine)
     for layer in sides.flow.linears():
-        layer.add_adapters({})
+        layer.freeze({})
     assert recomputed_by(sides.model, rows, temperature=0.7) != [log_probs for _, _, log_probs in rows]
 
 

@@ -93,7 +93,7 @@ def test_dequantised_weights_that_are_kept_change_no_bit_and_are_made_once_an_up
             layers: Any = layers,
             made: Counter[str] = counts_by_layer,
         ) -> Tensor:
-            made.update(layer.name for layer in layers if layer._weight and layer._weight.quantised is quantised)
+            made.update(layer.name for layer in layers if layer._operand and layer._operand.quantised is quantised)
             return original(quantised, dtype=dtype)
 
         monkeypatch.setattr(rollout_ops, "_rounded", rounded)
@@ -101,7 +101,7 @@ def test_dequantised_weights_that_are_kept_change_no_bit_and_are_made_once_an_up
             data = batch()
             assign_non_tensor(data, use_fused_kernels=True)
             engine.train_batch(data, loss)
-            assert not any(layer._weight for layer in layers), "a copy outlives its weight"
+            assert not any(layer._operand for layer in layers), "a copy outlives its weight"
         assert set(counts_by_layer) == {layer.name for layer in layers}
         weights.append({name: each.full_tensor().clone() for name, each in engine.module.named_parameters()})
         counts.append({*counts_by_layer.values()})
