@@ -137,8 +137,8 @@ def fold(name: str, tensor: Tensor, *, smoothing: Smoothing) -> Tensor:
 
     name: in the checkpoint.  tensor: a whole parameter, bfloat16, float16 or float32, on any device. An engine that
     shares out rows or columns over ranks does so afterwards.
-    Raises NumericsError when a value leaves the format's exponents or is not finite, EngineError for another shape than
-    the smoothing's.
+    Raises NumericsError when a value leaves the format's exponents or is NaN, EngineError for another shape than the
+    smoothing's.
     """
     columns = _column_factor(name, tensor, weight=name, smoothing=smoothing)
     rows = _row_factor(name, tensor, weight=name, smoothing=smoothing)
@@ -163,12 +163,12 @@ def _times(name: str, tensor: Tensor, factors: list[Tensor]) -> Tensor:
     folded = tensor * factors[0]
     for factor in factors[1:]:
         folded *= factor
-    # Exact means that the way back is the identity. It also fails for what is not finite.
+    # Exact means that the way back is the identity. It also fails for NaN.
     restored = folded * factors[0].reciprocal()
     for factor in factors[1:]:
         restored *= factor.reciprocal()
     if not torch.equal(restored, tensor):
-        if not bool(torch.isfinite(tensor).all()):
+        if bool(torch.isnan(tensor).any()):
             raise NumericsError(f"{name}: a value is not finite")
         kind = str(tensor.dtype).removeprefix("torch.")
         raise NumericsError(f"{name}: a value times its smoothing scale does not fit {kind}")

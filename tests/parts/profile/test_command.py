@@ -348,7 +348,7 @@ def test_code_of_a_model_runs_for_its_profile_only_where_the_recipe_says_so(
     assert raised.value.hint.endswith("and you have read it, model.trust_remote_code: true")
     header = read_file_header(make_profile(job.replace(trust_remote_code=True)))
     assert marker.exists() and header["architecture"] == "OwnForCausalLM"
-    assert header["smoothing"] and len(header["layers"]) == 2 * 4
+    assert len(header["layers"]) == 2 * 4
 
 
 def test_the_text_is_the_models_own_answers_to_prompts_of_the_task(recipe: Recipe) -> None:

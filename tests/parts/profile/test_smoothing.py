@@ -209,7 +209,7 @@ def test_a_value_outside_the_format_is_refused(value: float, scale: float, messa
     assert raised.value.message == f"q_proj.weight: {message}"
 
 
-@pytest.mark.parametrize(("value", "message"), [(3e38, OUTSIDE), (float("inf"), "a value is not finite")])
+@pytest.mark.parametrize(("value", "message"), [(3e38, OUTSIDE), (float("nan"), "a value is not finite")])
 def test_a_matrix_of_an_adapter_is_named_where_smoothing_cannot_be_folded_in(value: float, message: str) -> None:
     """And not the layer's weight, which is as it was."""
     norm = SmoothingGroup("norm.weight", ("v_proj.weight",), torch.tensor([2.0, 1.0]))
