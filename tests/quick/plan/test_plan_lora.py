@@ -222,7 +222,7 @@ def test_7b_fits_on_one_gpu_of_24_gb_where_the_trainer_has_codes() -> None:
     assert [moment.short for moment in moments(fitted, SHAPE_7B)] == [0] * 4
     assert [finding.code for finding in device.memory(fitted, HOST, SHAPE_7B)] == []
     as_usual = planned("gsm8k-7b-lora-int8", on_one, *FLOW, *(each for each in sets if not each.startswith("guard")))
-    assert all(moment.short for moment in moments(as_usual, SHAPE_7B))
+    assert any(moment.short for moment in moments(as_usual, SHAPE_7B))
     for sync in ("merge", "adapter"):
         bf16 = planned("gsm8k-7b-lora-int8", on_one, f"model.lora.sync={sync}")
         assert "cluster.gpus_per_node: 2" in gpu_ladder(bf16, SHAPE_7B)
