@@ -1,46 +1,61 @@
 """The estimate of a CPU run's memory, compared with real runs: `python -m benchmarks.memory -o FOLDER`.
 
-Makes models of three sizes with random weights, trains each for two steps as a user would, and samples what every
-process holds: proportional set size, in which a shared page counts in parts. Writes `memory.json` (every number, which
-a test compares with the estimate) and `memory.md` (the table).
+Trains models of three sizes with random weights, the built-in model, and SmolLM2-135M in four ways, as a user would,
+and samples what every process holds: proportional set size, in which a shared page counts in parts. What other programs
+on the host map too, such as the libraries of another training, counts less then: run it alone, or from a copy of the
+environment. Measures as well what weights, gradients and optimizer of a trainer take, by processes that hold nothing
+else.
+
+Writes `memory.json` (every number, which a test compares with the estimate) and `memory.md` (the tables). What
+`memory.json` in FOLDER has of other cases stays, and so does what stands in `memory.md` from its first `##` on.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from appliance import console
 from appliance.errors import TrainingError
-from appliance.plan.memory import Role, peak
+from appliance.plan.build import build_plan
+from appliance.plan.host import HostFacts
+from appliance.plan.memory import Role, peak, shape_on_cpu, state_bytes
 from appliance.plan.memory import memory_by_role as estimated
-from appliance.processes import find_processes
-from appliance.record.plan import RunPlan, read_plan
+from appliance.preflight.probes import read_host
+from appliance.processes import find_processes, return_free_memory
+from appliance.recipe.load import load_recipe
+from appliance.record.plan import RunPlan, TrainerMemory, read_plan
+from appliance.settings.sections import Batch
+from appliance.tasks.prepare import prepare
 from appliance.terms.environment import RUN_VARIABLE
 from appliance.terms.shapes import ModelShape, read_shape
 from benchmarks.demo import here, pss_bytes
 
-RECIPE = "arithmetic-tiny-int8"
+TINY, SMOLLM2 = "arithmetic-tiny-int8", "smollm2-int8"
+SCHEMA_VERSION = 2
 SAMPLE_EVERY_S = 0.5
-STEPS = 20
-LONGEST = 64  # tokens of a sequence; random weights rarely end one sooner
-SETS = (
+LONGEST = 64  # tokens of a sequence of random weights, which rarely end one sooner
+NO_VALIDATION = ("trainer.validate_before=false", "trainer.validate_every=0", "trainer.validate_bf16_every=0")
+RANDOM = (
+    *NO_VALIDATION,
     "model.builtin=null",
-    f"trainer.steps={STEPS}",
-    "trainer.validate_before=false",
-    "trainer.validate_every=0",
-    "trainer.validate_bf16_every=0",
+    "trainer.steps=10",
     f"task.max_response_tokens={LONGEST - 8}",
     "task.val_size=32",
     "batch.prompts_per_step=8",
     "rollout.samples_per_prompt=4",
 )
+OF_SMOLLM2 = (*NO_VALIDATION, "trainer.steps=2", "task.val_size=16", "batch.prompts_per_step=8")
+ADAPTER = ("model.lora.rank=16", "model.lora.sync=adapter", "trainer.forward=rollout")
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,15 @@ SIZES = {
     "30M": Size(kv_cache_gb=1, hidden=512, intermediate=1408, layers=8, heads=8, kv_heads=2, vocab=16384),
     "100M": Size(kv_cache_gb=2, hidden=768, intermediate=2048, layers=12, heads=12, kv_heads=4, vocab=32768),
 }
+CASES = {  # by name: the recipe, and what is set in it
+    **{size: (TINY, (*RANDOM, f"rollout.kv_cache_gb={SIZES[size].kv_cache_gb}")) for size in SIZES},
+    "built-in": (TINY, (*NO_VALIDATION, "trainer.steps=10")),
+    "SmolLM2, all weights, BF16": (SMOLLM2, (*OF_SMOLLM2, "rollout.scheme=bf16")),
+    "SmolLM2, LoRA merged, INT8": (SMOLLM2, (*OF_SMOLLM2, "model.lora.rank=16")),
+    "SmolLM2, adapter alone, INT8 base": (SMOLLM2, (*OF_SMOLLM2, *ADAPTER)),
+    "SmolLM2, adapter alone, INT4 base": (SMOLLM2, (*OF_SMOLLM2, *ADAPTER, "rollout.scheme=int4")),
+}
+FULL, WITH_INT4_BASE = "SmolLM2, all weights, BF16", "SmolLM2, adapter alone, INT4 base"
 
 # How a command line tells which role a process has; the first that fits counts. What fits none is Ray's.
 _TITLES = (
@@ -73,7 +97,7 @@ _TITLES = (
 
 @dataclass(frozen=True)
 class Measured:
-    size: str
+    case: str
     shape: ModelShape
     steps: int
     seconds: float
@@ -81,52 +105,150 @@ class Measured:
     """(phase, (role, bytes)...) at the moment of the phase when all roles together held most."""
 
     @property
-    def most(self) -> dict[str, int]:
-        """Per role, of whichever phase."""
-        return {role: max(dict(held).get(role, 0) for _, held in self.peaks) for role in map(str, Role)}
+    def fullest(self) -> tuple[str, dict[str, int]]:
+        """Phase of the moment when all roles together held most, and the bytes of each role then."""
+        phase, held = max(self.peaks, key=lambda peak: sum(size for _, size in peak[1]))
+        return phase, dict(held)
 
     @property
     def total(self) -> int:
-        """Bytes of all roles at the one moment when it was largest."""
-        return max(sum(size for _, size in held) for _, held in self.peaks)
+        """Bytes of all roles at that moment."""
+        return sum(self.fullest[1].values())
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training: its plan, and what was measured of it."""
+
+    plan: RunPlan
+    measured: Measured
+
+
+@dataclass(frozen=True)
+class State:
+    """Weights, gradients and optimizer of a case: bytes in a process that holds nothing else."""
+
+    case: str
+    estimated: int
+    """Bytes by the plan on the host that measured."""
+    measured: int
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder for memory.json and memory.md")
-    parser.add_argument("--sizes", default=",".join(SIZES), help="sizes to measure, some of: " + ", ".join(SIZES))
+    parser.add_argument("-o", "--output", type=Path, help="folder for memory.json and memory.md")
+    parser.add_argument(
+        "--cases", default=";".join(CASES), help="cases to measure, some of: " + ";".join(CASES) + "; empty: none"
+    )
     parser.add_argument("--run-root", type=Path, default=Path("runs"))
+    parser.add_argument("--state", choices=CASES, help="measure the state of this case in this process, and print it")
     arguments = parser.parse_args()
+    root = arguments.run_root.absolute()
+    if arguments.state:
+        console.out(json.dumps(asdict(measured_state(arguments.state, root=root))))
+        return 0
     arguments.output.mkdir(parents=True, exist_ok=True)
-    measurements = []
-    for name in arguments.sizes.split(","):
-        plan, measured = train(name, root=arguments.run_root.absolute())
-        measurements.append((plan, measured))
-        console.say(f"{name}: {measured.total / 1e9:.2f} GB in {measured.seconds:.0f} s")
-        write(arguments.output, measurements)
+    runs = read(arguments.output, host=read_host(arguments.output))
+    for case in filter(None, arguments.cases.split(";")):
+        runs[case] = train(case, root=root)
+        measured = runs[case].measured
+        console.say(f"{case}: {measured.total / 1e9:.2f} GB in {measured.seconds:.0f} s")
+        write(arguments.output, runs, states=read_states(arguments.output))
+    write(arguments.output, runs, states=[state_of(case, root=root) for case in (FULL, WITH_INT4_BASE)])
     return 0
 
 
-def train(name: str, *, root: Path) -> tuple[RunPlan, Measured]:
+def train(case: str, *, root: Path) -> Run:
     """Raises TrainingError when the run does not end well."""
-    folder = make_model(SIZES[name], folder=root / ".cache" / "memory" / name)
-    run = f"memory-{name}-{time.time_ns() // 1_000_000}"
+    recipe, sets = CASES[case]
+    folder = make_model(SIZES[case], folder=root / ".cache" / "memory" / case) if case in SIZES else None
+    run = f"memory-{time.time_ns() // 1_000_000}"
     run_dir = root / run
-    sets = (*SETS, f"rollout.kv_cache_gb={SIZES[name].kv_cache_gb}", f"model.path={folder}", f"cluster.run_dir={root}")
+    sets = (*sets, *([f"model.path={folder}"] if folder else []), f"cluster.run_dir={root}")
     arguments = [part for each in sets for part in ("--set", each)]
-    command = [sys.executable, "-m", "appliance", "train", RECIPE, "--name", run, *arguments]
+    command = [sys.executable, "-m", "appliance", "train", recipe, "--name", run, *arguments]
     started = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     samples = []
     while process.poll() is None:
         samples.append((time.time(), held_by_role(run_dir, launcher=process.pid)))
         time.sleep(SAMPLE_EVERY_S)
-    if process.returncode:
-        raise TrainingError(f"{name}: ended with code {process.returncode}", hint=f"see {run_dir}")
-    shape = read_shape(folder / "config.json")
-    assert shape is not None
     seconds = time.monotonic() - started
-    return read_plan(run_dir / "plan.json"), Measured(name, shape, STEPS, seconds, by_phase(samples, run_dir=run_dir))
+    if process.returncode:
+        raise TrainingError(f"{case}: ended with code {process.returncode}", hint=f"see {run_dir}")
+    plan = read_plan(run_dir / "plan.json")
+    shape = shape_on_cpu(plan, read_shape(folder / "config.json") if folder else None)
+    assert shape is not None
+    measured = Measured(case, shape, plan.trainer.steps, seconds, by_phase(samples, run_dir=run_dir))
+    return Run(plan, measured)
+
+
+def state_of(case: str, *, root: Path) -> State:
+    """Measure a case's state in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.memory", "--state", case, "--run-root", str(root)]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout.splitlines()[-1]
+    return State(**json.loads(answer))
+
+
+def measured_state(case: str, *, root: Path) -> State:
+    """Measure the bytes that weights, gradients and optimizer take between two updates, in this process: memory that is
+    no file's, above what it takes with all libraries loaded. With codes in place of weights these are the codes, what
+    multiplies by them, and what the gradients are computed with where the plan keeps that. root: of the run's folder,
+    whose cache has the model or gets it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from appliance.sync.manifest import digest
+    from appliance.trainer.lora import put_adapter_in
+    from appliance.trainer.rollout_forward import RolloutForward
+    from appliance.trainer.weights_on_disk import WeightsOnDisk
+
+    recipe, sets = CASES[case]
+    run_dir = root / f"state-{time.time_ns() // 1_000_000}"
+    run_dir.mkdir(parents=True)
+    recipe_of_case = load_recipe(recipe, sets=(*sets, f"cluster.run_dir={root}"))
+    plan = build_plan(recipe_of_case, run_dir=run_dir, host=read_host(root))
+    prepare(plan)
+    folder = Path(plan.trained_model)
+    torch.nn.functional.linear(torch.ones(256, 256).bfloat16(), torch.ones(256, 256).bfloat16())
+    digest(torch.ones(4))
+    before = _anonymous_bytes()
+    dtype = torch.bfloat16 if plan.model.lora else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    flow = None
+    if plan.model.lora:
+        words = model.config.vocab_size
+        keeps = plan.trainer_memory.keeps_copies
+        flow = RolloutForward(model, quantisation=plan.engines[0], num_tokens=words, keeps_dequantised=keeps)
+        model = put_adapter_in(model, lora=plan.model.lora, seed=0)
+        flow.add_adapters(model, engine_rank=plan.model.lora.rank, files=WeightsOnDisk(folder))
+    for parameter in model.parameters():  # what is loaded may be memory of a file
+        parameter.data = parameter.data.clone()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if flow is not None:  # a forward and its backward, in the format in which FSDP gives an adapter to it
+        for parameter in trained:
+            parameter.data = parameter.data.bfloat16()
+        ids = torch.arange(16)[None]
+        model(input_ids=ids, position_ids=ids, shift_labels=ids, temperature=1.0).log_probs.sum().backward()
+        for parameter in trained:
+            parameter.grad = None
+            parameter.data = parameter.data.float()
+    optimizer = torch.optim.AdamW(trained)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    gc.collect()
+    return_free_memory()
+    taken = _anonymous_bytes() - before
+    shape = shape_on_cpu(plan, None)
+    assert shape is not None
+    return State(case, estimated=state_bytes(plan, shape), measured=taken)
+
+
+def _anonymous_bytes() -> int:
+    status = Path(f"/proc/{os.getpid()}/status").read_text()
+    (kibibytes,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
+    return kibibytes << 10
 
 
 def make_model(size: Size, *, folder: Path) -> Path:
@@ -194,46 +316,88 @@ def by_phase(
     return tuple((phase, tuple((str(role), size) for role, size in held.items())) for phase, held in largest.items())
 
 
-def write(folder: Path, measurements: list[tuple[RunPlan, Measured]]) -> None:
+def read(folder: Path, *, host: HostFacts) -> dict[str, Run]:
+    """Read what an earlier call measured, by case; empty where there was none. host: any that the plans are for."""
+    file = folder / "memory.json"
+    document = json.loads(file.read_text()) if file.is_file() else {}
+    runs = document["runs"] if document.get("schema_version") == SCHEMA_VERSION else []
+    return {run["measured"]["case"]: run_of(run, host=host) for run in runs}
+
+
+def run_of(document: dict[str, Any], *, host: HostFacts) -> Run:
+    """Read one run of `memory.json`. Its plan is made again, with what memory decided then."""
+    shape = {**document["measured"]["shape"], "architectures": tuple(document["measured"]["shape"]["architectures"])}
+    measured = Measured(**{**document["measured"], "shape": ModelShape(**shape)})
+    recipe, sets = CASES[measured.case]
+    sets = (*sets, *(["model.path=/model"] if measured.case in SIZES else []))
+    run_dir = Path("/runs/memory")
+    plan = build_plan(load_recipe(recipe, sets=sets), run_dir=run_dir, host=host)
+    batch, memory = Batch.model_validate(document["batch"]), TrainerMemory.model_validate(document["trainer_memory"])
+    return Run(plan.replace(batch=batch, trainer_memory=memory), measured)
+
+
+def read_states(folder: Path) -> list[State]:
+    """Read the states that an earlier call measured."""
+    file = folder / "memory.json"
+    document = json.loads(file.read_text()) if file.is_file() else {}
+    return [State(**each) for each in document.get("states", ())]
+
+
+def write(folder: Path, runs: dict[str, Run], *, states: list[State]) -> None:
     where = here()
-    runs = [asdict(measured) for _, measured in measurements]
-    document = {"schema_version": 1, **where, "recipe": RECIPE, "sets": SETS, "runs": runs}
+    ordered = [runs[case] for case in CASES if case in runs]
+    documents = [
+        {
+            "measured": asdict(run.measured),
+            "batch": run.plan.batch.model_dump(mode="json"),
+            "trainer_memory": run.plan.trainer_memory.model_dump(mode="json"),
+        }
+        for run in ordered
+    ]
+    kept_states = [asdict(state) for state in states]
+    document = {"schema_version": SCHEMA_VERSION, **where, "runs": documents, "states": kept_states}
     (folder / "memory.json").write_text(json.dumps(document, indent=1) + "\n")
-    (folder / "memory.md").write_text("\n".join(page(measurements, where=where)) + "\n")
+    page_file = folder / "memory.md"
+    _, heading, notes = (page_file.read_text() if page_file.is_file() else "").partition("\n## ")
+    page_file.write_text("\n".join(page(ordered, states=states, where=where)) + "\n" + heading + notes)
 
 
-def page(measurements: list[tuple[RunPlan, Measured]], *, where: dict[str, object]) -> Iterator[str]:
+def page(runs: list[Run], *, states: list[State], where: dict[str, object]) -> Iterator[str]:
     yield "# Memory of a run without a GPU, estimated and measured"
     yield ""
     yield "Made by `python -m benchmarks.memory -o docs/results`; every number is in `memory.json`."
-    yield f"Taken on {where['date']}: {where['processor']}, {where['cores']} cores, CPython {where['python']}."
+    yield f"Last taken on {where['date']}: {where['processor']}, {where['cores']} cores, CPython {where['python']}."
     yield ""
-    yield f"Qwen2 with random weights, {STEPS} steps with INT8 rollouts, 32 sequences of up to {LONGEST} tokens, a save"
-    yield "at the end. Proportional set size of all processes, GB. Each role is taken at its own largest moment, as the"
-    yield "estimate does; `all` is the largest sum of one moment."
+    yield "Qwen2 with random weights and the built-in model: 10 steps with INT8 rollouts, of 32 sequences of up to"
+    yield f"{LONGEST} tokens, or as the recipe has it. SmolLM2-135M: 2 steps of 48 sequences of up to 80 tokens,"
+    yield "adapters of rank 16. A save at the end of each. Proportional set size of all processes, GB, at the moment"
+    yield "when all together held most. The estimate takes each role at its own largest moment."
     yield ""
-    yield (
-        "| model | KV cache, GiB | " + " | ".join(f"{role}: estimated, measured" for role in Role) + " | all | ratio |"
-    )
-    yield "| --- | --- |" + " --- |" * (len(Role) + 2)
-    for plan, measured in measurements:
+    yield "| model | " + " | ".join(f"{role}: estimated, measured" for role in Role) + " | all | ratio | held most in |"
+    yield "| --- |" + " --- |" * (len(Role) + 3)
+    for run in runs:
+        measured = run.measured
+        phase, held = measured.fullest
         roles = " | ".join(
-            f"{size / 1e9:.2f}, {measured.most[role] / 1e9:.2f}"
-            for role, size in estimated(plan, measured.shape).items()
+            f"{size / 1e9:.2f}, {held[role] / 1e9:.2f}" for role, size in estimated(run.plan, measured.shape).items()
         )
-        estimate = peak(plan, measured.shape)
+        estimate = peak(run.plan, measured.shape)
         yield (
-            f"| {measured.shape.weights / 1e6:.0f} M | {SIZES[measured.size].kv_cache_gb} | {roles} "
-            f"| {estimate / 1e9:.2f}, {measured.total / 1e9:.2f} | {estimate / measured.total:.2f} |"
+            f"| {measured.case} | {roles} | {estimate / 1e9:.2f}, {measured.total / 1e9:.2f} "
+            f"| {estimate / measured.total:.2f} | `{phase}` |"
         )
-    yield ""
-    yield "When each run held most: " + "; ".join(
-        f"{measured.size} while in `{largest_phase(measured)}`" for _, measured in measurements
-    )
-
-
-def largest_phase(measured: Measured) -> str:
-    return max(measured.peaks, key=lambda each: sum(size for _, size in each[1]))[0]
+    if states:
+        full, codes = states
+        yield ""
+        yield "**Weights, gradients and optimizer** of the trainer of SmolLM2-135M between two updates, in a process"
+        yield "that holds nothing else, MB. With codes these are codes, what multiplies by them, and the dequantised"
+        yield "weights that gradients are computed with, where the plan keeps those (here it does)."
+        yield ""
+        yield "| | estimated | measured |"
+        yield "| --- | --- | --- |"
+        for state in states:
+            yield f"| {state.case} | {state.estimated / 1e6:.0f} | {state.measured / 1e6:.0f} |"
+        yield f"| ratio | {codes.estimated / full.estimated:.2f} | {codes.measured / full.measured:.2f} |"
 
 
 if __name__ == "__main__":

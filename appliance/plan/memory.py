@@ -7,8 +7,8 @@ the trainer tensor by tensor, but with LoRA, which it merges as a whole. At a sa
 weights are back. Only the weights are certain; the rest is by rule of thumb, measured nowhere.
 
 Without a GPU each role of processes is taken at its own largest moment, so the sum is somewhat above what is held at
-any one time. The bases are measured on models so small that nothing else counts; docs/results/memory.md holds the whole
-against measured runs.
+any one time. The bases are measured on a model so small that nothing else counts; docs/results/memory.md compares the whole
+with measured runs.
 
 With LoRA the model is held in BF16, and gradients and Adam are the adapter's; while weights are sent, each host has a
 copy of the model besides. An adapter that is sent alone needs no such copy: a model that goes with it is sent tensor by
@@ -47,8 +47,7 @@ _COPY = 2  # bytes per weight, BF16, of those that compute during an update: `Tr
 _GATHERED = 4  # bytes per weight, of the rank that writes `huggingface/` at a save: the whole model in FP32
 _LOGITS = 8  # bytes per token and word: BF16 logits, their gradient, what the entropy needs
 _LOGITS_ON_CPU = 12  # the same in FP32
-_PACKED = 2  # bytes per weight that a rank of `trainer.forward: rollout` quantises itself: codes, and what multiplies
-_CODES = 1  # of them on a GPU, where the codes themselves are multiplied; each rank has all, until the next update
+_CODES = 1  # byte per weight that a rank of `trainer.forward: rollout` quantises itself, until the next update
 _KEPT_CODES = "codes of the forward"
 _READ_AGAIN = "BF16 in their place if the guard acts"
 _BUCKET = GIB // 2  # of the weights that are sent at once, verl's
@@ -330,8 +329,11 @@ class Role(StrEnum):
     SERVICES = "services"
 
 
-# Imports and the like, of each process of a role; `services` together. Measured: docs/results/memory.md.
-_BASE = {Role.TRAINER: 760 * MIB, Role.ENGINE: 180 * MIB, Role.DRIVER: 440 * MIB, Role.SERVICES: 1020 * MIB}
+# Of each process of a role, `services` together, at the moment when all together hold most, an update. All but a few
+# of Ray's are forks of one process, whose 520 MiB of imports are in these numbers once, in equal parts. The rest is
+# their own: of a trainer what FSDP and verl have (it gives back what an update has freed), of an engine vLLM's and its
+# part of the libraries. Measured with the built-in model: docs/results/memory.md.
+_BASE = {Role.TRAINER: 210 * MIB, Role.ENGINE: 280 * MIB, Role.DRIVER: 310 * MIB, Role.SERVICES: 1130 * MIB}
 _BESIDE_WEIGHTS = 6  # bytes per weight that an engine without a GPU holds beside its weights, measured on four models
 
 
@@ -346,17 +348,38 @@ def shape_on_cpu(plan: RunPlan, shape: ModelShape | None) -> ModelShape | None:
 def memory_by_role(plan: RunPlan, shape: ModelShape) -> dict[Role, int]:
     """Estimate the bytes of all processes of each role, on all hosts together, without a GPU."""
     ranks = plan.topology.gpus  # of the trainer, and as many of engines
-    state = _parameters(plan, shape) + trained_weights(plan, shape) * (_GRADIENT + _ADAM)
+    state = _state_on_cpu(plan, shape)
     state += _REFERENCE * shape.weights if plan.algorithm.kl and not plan.model.lora else 0
     beside = _BESIDE_WEIGHTS * shape.weights // plan.rollout.tensor_parallel
     engine = _BASE[Role.ENGINE] + kv_cache_bytes(plan, shape) + engine_weights(plan, shape) + beside
-    merged = _FROZEN * shape.weights if plan.model.lora else 0  # `model/`, by the driver
     return {
         Role.TRAINER: ranks * _BASE[Role.TRAINER] + state + _largest_of_trainer(plan, shape),
         Role.ENGINE: ranks * engine,
-        Role.DRIVER: _BASE[Role.DRIVER] + merged,
+        Role.DRIVER: _BASE[Role.DRIVER],  # it merges `model/` when the engines are gone, which held more
         Role.SERVICES: _BASE[Role.SERVICES],
     }
+
+
+def _state_on_cpu(plan: RunPlan, shape: ModelShape) -> int:
+    return _parameters(plan, shape) + trained_weights(plan, shape) * (_GRADIENT + _ADAM)
+
+
+def state_bytes(plan: RunPlan, shape: ModelShape) -> int:
+    """Estimate the bytes of weights, gradients and optimizer of all ranks, without a GPU. With codes in place of
+    weights these are among them, and what gradients are computed with, where that is kept."""
+    codes = 0
+    if plan.trains_on_codes:
+        codes = _codes_on_cpu(plan, shape)
+        codes += _COPY * shape.linear_weights if plan.trainer_memory.keeps_copies else 0
+    return _state_on_cpu(plan, shape) + codes
+
+
+def _codes_on_cpu(plan: RunPlan, shape: ModelShape) -> int:
+    """Bytes of what a rank quantises itself: codes, and what multiplies by them, packed as the engine has it. Of a
+    frozen model in BF16 the weights, which are not among the parameters here."""
+    if not plan.rollout.scheme.quantised:
+        return _FROZEN * shape.linear_weights if plan.trains_on_codes else 0
+    return int((_CODES + plan.rollout.scheme.spec.bytes_per_weight) * shape.linear_weights)
 
 
 def _largest_of_trainer(plan: RunPlan, shape: ModelShape) -> int:
@@ -364,7 +387,7 @@ def _largest_of_trainer(plan: RunPlan, shape: ModelShape) -> int:
     or saved."""
     forward = forward_bytes(plan, shape)
     if plan.trainer.quantises:  # gone when the weights change, and so at a save
-        forward += _PACKED * shape.linear_weights
+        forward += _codes_on_cpu(plan, shape)
     if plan.sends_adapters:  # tensor by tensor; a checkpoint has the adapter alone
         return plan.topology.gpus * forward
     return max(plan.topology.gpus * forward, (_FROZEN if plan.model.lora else _GATHERED) * shape.weights)

@@ -89,9 +89,9 @@ def test_nothing_to_say():
             ),
         ),
         (
-            {"memory_free_bytes": 2 << 30},
+            {"memory_free_bytes": 3 << 29},
             (
-                "warning: memory: 0.6 GiB are missing: 2.0 GiB free, the run takes about 2.6 GiB",
+                "warning: memory: 0.6 GiB are missing: 1.5 GiB free, the run takes about 2.1 GiB",
                 "close other programs; take a larger host",
             ),
         ),
