@@ -7,8 +7,8 @@ the trainer tensor by tensor, but with LoRA, which it merges as a whole. At a sa
 weights are back. Only the weights are certain; the rest is by rule of thumb, measured nowhere.
 
 Without a GPU each role of processes is taken at its own largest moment, so the sum is somewhat above what is held at
-any one time. The bases are measured on a model so small that nothing else counts; docs/results/memory.md compares the whole
-with measured runs.
+any one time. The bases are measured on a model so small that nothing else counts; docs/results/memory.md compares the
+whole with measured runs.
 
 With LoRA the model is held in BF16, and gradients and Adam are the adapter's; while weights are sent, each host has a
 copy of the model besides. An adapter that is sent alone needs no such copy: a model that goes with it is sent tensor by
