@@ -179,7 +179,7 @@ def _build(folder: Path, *, trust_remote_code: bool) -> _Built:
             settings = {"dtype": torch.bfloat16, "attn_implementation": attention}
             model = AutoModelForCausalLM.from_config(config, **settings, **trust)
         problem = _other_structure(model)
-    except Exception as error:  # the same boundary
+    except Exception as error:  # the boundary of code that may be the model's own, as above
         problem = f"transformers cannot build it: {type(error).__name__}: {first_line(error)}"
     return _Built(model, config.model_type, family=family, architecture=architecture, problem=problem)
 

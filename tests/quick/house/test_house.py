@@ -13,7 +13,7 @@ WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefil
 # child, the page that the launcher writes beside its work, the start of an engine, and the end of the backends of
 # `logging.backends`.
 BOUNDARIES = {
-    *("cli", "quant.loading", "record.events", "report.page", "record.engine_start"),
+    *("cli", "quant.checkpoint", "quant.loading", "record.events", "report.page", "record.engine_start"),
     *("tasks.code_child", "tasks.grading", "tasks.sample", "tasks.templates", "tasks.tools"),
     *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.forks", "trainer.rewards"),
 }
