@@ -66,6 +66,7 @@ from appliance.tasks.library import (
     gguf_model_key,
     is_from_hub,
 )
+from appliance.tasks.rewards import BUILT_IN
 from appliance.terms.clock import CLOCK
 from appliance.terms.devices import AUTO, CPU, DEVICES, GPUS, automatic_scheme, gpu_of_product
 from appliance.terms.environment import child_env
@@ -137,8 +138,8 @@ def build_plan(recipe: Recipe, *, run_dir: Path, host: HostFacts, least: Needs =
 
 def planned_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe with another value wherever nothing can be made of the user's: a device or a built-in model
-    that nobody knows, no model at all, no length, one bound of two, a path that no file can have. Rules find each of
-    them; a recipe without such a fault stays as it is."""
+    that nobody knows, no model at all, no length, one bound of two, a path that no file can have. A reward that nobody
+    knows is left out. Rules find each of them; a recipe without such a fault stays as it is."""
     impossible = [key.split(".") for key in PATHS if path_problem(attrgetter(key)(recipe) or "")]
     for name, key in impossible:
         section = getattr(recipe, name)
@@ -158,7 +159,8 @@ def planned_recipe(recipe: Recipe) -> Recipe:
         name: val_set.replace(file=None) if path_problem(val_set.file or "") else val_set
         for name, val_set in recipe.task.val_sets.items()
     }
-    task = recipe.task.replace(val_sets=val_sets)
+    rewards = tuple(reward for reward in recipe.task.rewards if reward.file or reward.function in BUILT_IN)
+    task = recipe.task.replace(val_sets=val_sets, rewards=rewards)
     return _with(recipe, model=model, task=task, trainer=trainer, cluster=cluster, correction=correction)
 
 

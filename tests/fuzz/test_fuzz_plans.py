@@ -33,6 +33,7 @@ from appliance.preflight.report import plan_text
 from appliance.recipe.load import read_recipe, to_yaml
 from appliance.recipe.schema import SECTIONS, Recipe
 from appliance.record.plan import RunPlan
+from appliance.tasks.rewards import BUILT_IN
 from appliance.terms.environment import child_env
 
 HOSTS = (
@@ -151,8 +152,14 @@ VALUES = (
     *("tiny-none", "owner/name", "./here", "~nobody-here/x", "../x", "rewards.py", "rewards.py:score", "{a}", "x"),
     *([], [0.5], [0.5, 2.0], ["re:("], ["re:a{99999999999}", "lm_head"], ["fp8", "auto", "bf16"], ["int8"] * 3),
     *([{"name": "math"}], [{"name": "math"}, {"name": "rewards.py:score", "weight": 0.0}], [{"name": "judge"}]),
+    *([{"name": "exct"}], [{"name": "exct", "pattern": "("}, {"name": "math"}], [{"name": "~nobody-here/x.py:"}]),
     *({"a": {}}, {"a": {"size": 3}, "b": {"file": "b.jsonl", "samples": 4}}, {"rank": 8, "targets": ["q_proj"] * 2}),
     *("x" * 300, [0.9, 0.999], "10.0.0.7:6379", 29500, ["trackio", "tensorboard"], "owner/name:x", "a" * 40),
+)
+
+REWARDS = st.lists(
+    st.builds(lambda name: {"name": name}, st.sampled_from((*BUILT_IN, "exct", "MATH", ":", "x.py:f", "\0.py:f", "~"))),
+    max_size=3,
 )
 
 
@@ -177,7 +184,8 @@ def legal(section: str) -> dict[str, list[Any]]:
 @st.composite
 def typed_recipes(draw: st.DrawFn) -> dict[str, Any]:
     """Keys with any values of their types, which break rule upon rule, some of them upon a recipe that has a plan."""
-    tree: dict[str, Any] = json.loads(as_json(BASE)) | {"trainer": {"steps": 3}} if draw(st.booleans()) else {}
+    bases = {}, {**BASE, "trainer": {"steps": 3}}, {**BASE, "task": {"kind": "own", "rewards": draw(REWARDS)}}
+    tree: dict[str, Any] = json.loads(as_json(draw(st.sampled_from(bases))))
     for _ in range(draw(st.integers(1, 16))):
         section = draw(st.sampled_from(sorted(SECTIONS)))
         name, values_of_it = draw(st.sampled_from(sorted(legal(section).items(), key=lambda pair: pair[0])))

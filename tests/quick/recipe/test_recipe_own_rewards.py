@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from called import called
 from plans import HOST
 
-from appliance.errors import RecipeError
-from appliance.plan.build import build_plan
-from appliance.recipe.load import load_recipe
+from appliance import console
+from appliance.plan.build import build_plan, resolve
+from appliance.plan.rules import RULES
+from appliance.recipe.load import load_recipe, read_recipe
+from appliance.recipe.rules import judge
 from appliance.record.code import with_copies
 from appliance.tasks.rewards import BUILT_IN
 
@@ -30,13 +34,14 @@ ALL = ", ".join(f"`{each}`" for each in BUILT_IN)
 
 
 def problems(folder: Path, rewards: str, more: str = "", *, model: str = "tiny-calculator") -> list[tuple[str, str]]:
+    """(message, hint) of each fault. Whatever is wrong, the recipe has a plan, which shows no other fault."""
     file = folder / "r.yaml"
     file.write_text(RECIPE.format(rewards=rewards, more=more, model=model))
-    try:
-        load_recipe(str(file))
-    except RecipeError as error:
-        return [(message.partition(": ")[2], hint) for message, hint in error.problems]
-    return []
+    typed = read_recipe(str(file))
+    plan = resolve(typed.recipe, run_dir=folder / "runs" / "own-1", host=HOST)
+    by_plan = judge(RULES, typed.recipe, plan, HOST, unreadable=typed.unreadable)
+    assert {finding.fact for finding in by_plan} <= {finding.fact for finding in typed.faults}
+    return [(finding.fact.partition(": ")[2], finding.remedy) for finding in typed.faults]
 
 
 CODE = "it is code that the run executes: copy it here first, and read it"
@@ -89,6 +94,36 @@ def test_a_reward_that_cannot_be_is_refused(tmp_path: Path, rewards: str, proble
     (message, hint), *more = problems(tmp_path, rewards)
     assert more == [] and message.startswith("task.rewards: ")
     assert (message.removeprefix("task.rewards: "), hint) == problem
+
+
+@pytest.mark.parametrize("command", [("check",), ("check", "--json"), ("plan",), ("train",), ("train", "--dry-run")])
+@pytest.mark.parametrize("rewards", ["[{name: exct}]", "[{name: format}, {name: exct, weight: 0.5}]"])
+def test_a_misspelt_reward_hides_no_other_fault(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: tuple[str, ...],
+    rewards: str,
+) -> None:
+    """Faults of other keys, of the plan and of the rows are reported with it, each in its line."""
+    monkeypatch.chdir(tmp_path)
+    console.err_console.cache_clear()
+    recipe = RECIPE.format(rewards=rewards, more="max_turns: 3", model="tiny-calculator")
+    (tmp_path / "r.yaml").write_text(recipe.replace("cpu", "h1000").replace("steps: 1", "stpes: 1"))
+    (tmp_path / "d.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
+    done = called(*command, "r.yaml", monkeypatch=monkeypatch, capfd=capfd)
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    facts = {
+        "error: r.yaml:9: task.rewards: no reward is called `exct`",
+        "error: r.yaml:10: task.max_turns: there are no tools to take turns with",
+        "error: r.yaml:11: cluster.device: unknown value `h1000`",
+        "error: r.yaml:12: trainer.stpes: unknown key",
+    }
+    assert facts <= set(errors)
+    assert sum("task.rewards" in error for error in errors) == 1
+    assert "hint: did you mean `exact`? " in done.stderr
+    assert any("d.jsonl:1: " in error for error in errors) == (command[0] != "plan"), errors
 
 
 @pytest.mark.parametrize(
