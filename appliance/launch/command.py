@@ -305,8 +305,8 @@ def _checkpoint_to_export(run_dir: Path, *, step: int | None) -> Path:
             raise RecipeError(
                 [
                     fault(
-                        (),
-                        f"{run_dir} has no whole checkpoint",
+                        (str(run_dir),),
+                        "it has no whole checkpoint",
                         "its events.jsonl says what was saved, and what was set aside and why",
                     )
                 ]

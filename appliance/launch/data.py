@@ -127,7 +127,7 @@ def _make_file(task: TaskDefinition, file: DataFile, *, folder: Path, source: st
         return target
     rows = task.source
     assert rows is not None, "only a task that reads rows has data sets"
-    data = without_faults(read_file(source, source=rows))[0] if source else file.read(rows)
+    data = without_faults(read_file(source, source=rows))[0] if source else file.read(rows, keys=("--from",))
     about.unlink(missing_ok=True)  # what it says is of the file before
     with whole_file(target) as partial:
         write_parquet({file.split: data.problems}, path=partial, kind=task.kind)

@@ -269,7 +269,7 @@ def find_start(target: Target) -> Resume:
     where = target.run_dir / FOLDER
     if where.is_symlink() and not os.path.isdir(where):  # else the run would start from the beginning
         hint = "bring that folder back, for example by mounting its disk again"
-        raise RecipeError([fault((), f"{where} leads to {os.readlink(where)}, which is not there", hint)])
+        raise RecipeError([fault((str(where),), f"it leads to {os.readlink(where)}, which is not there", hint)])
     if target.checkpoint is None:
         return Resume(target, find_newest(target.run_dir))
     if not os.path.lexists(target.checkpoint):

@@ -224,7 +224,8 @@ def _data_faults(plan: RunPlan) -> tuple[Finding, ...]:
     task = plan.task
     task_to_read = task_of(task, files=plan.task_files)
     if not task.train_file or task_to_read.checked_rows:
-        return tuple(finding for file in task.data_files for finding in task_to_read.check_rows(file))
+        keys = {file: key for key, file in reversed(task.data_files_by_key.items())}  # of several the first
+        return tuple(finding for file in task.data_files for finding in task_to_read.check_rows(file, key=keys[file]))
     try:
         splits = splits_of(task, files=plan.task_files)
         return tuple(too_few_problems(len(splits.train), prompts_per_step=plan.batch.prompts_per_step))

@@ -149,7 +149,8 @@ def run_convert(file: Path, *, output: Path) -> int:
         _read_apart(file, scales=scales, room=Path(folder) / "room")
         code, lines = _run_plain([_WRITER, str(scales), str(file), str(output)])
         if code:
-            raise RecipeError([fault((), line) for line in (lines if code == _REFUSED else lines[-1:])])
+            shown = lines if code == _REFUSED else lines[-1:]
+            raise RecipeError([fault((str(file),), line.removeprefix(f"{file}: ")) for line in shown])
     _show(output)
     return 0
 

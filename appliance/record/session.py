@@ -261,8 +261,10 @@ def _in_use(run_dir: Path, *, is_chosen: bool) -> RecipeError:
         return RecipeError(
             [fault((str(run_dir),), "a file is in the way", "choose another --name, or another cluster.run_dir")]
         )
-    hint = "another run has just taken it: start again" if is_chosen else "choose another --name, or leave it out"
-    return RecipeError([fault((), f"run name `{run_dir.name}` is in use: {run_dir}", hint)])
+    if is_chosen:
+        return RecipeError([fault((str(run_dir),), "another run has just taken this folder", "start again")])
+    message = f"`{run_dir.name}` is in use: {run_dir}"
+    return RecipeError([fault(("--name",), message, "choose another one, or leave it out")])
 
 
 def versions(plan: RunPlan) -> dict[str, object]:

@@ -318,10 +318,16 @@ class Task(Section):
         return self.long_prompts is LongPrompts.TRUNCATE
 
     @property
+    def data_files_by_key(self) -> dict[str, str]:
+        """Files of problems that the user names, by the dotted keys that name them."""
+        files = {"task.train_file": self.train_file, "task.val_file": self.val_file}
+        files |= {f"task.val_sets.{name}.file": val_set.file for name, val_set in self.val_sets.items()}
+        return {key: file for key, file in files.items() if file}
+
+    @property
     def data_files(self) -> tuple[str, ...]:
         """Files of problems that the user names, each of them once."""
-        files = (self.train_file, self.val_file, *(val_set.file for val_set in self.val_sets.values()))
-        return tuple(dict.fromkeys(file for file in files if file))
+        return tuple(dict.fromkeys(self.data_files_by_key.values()))
 
     @property
     def code_files(self) -> tuple[str, ...]:

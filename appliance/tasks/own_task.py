@@ -40,7 +40,7 @@ class _DataSet(DataFile):
     commit: str
     """Commit of the data set; empty: that of `main`."""
 
-    def read(self, source: Source) -> ProblemSet:
+    def read(self, source: Source, *, keys: tuple[str, ...] = ()) -> ProblemSet:
         problem_set = read_data_set(self.hub, config=self.config, split=self.part, commit=self.commit, source=source)
         return without_faults(problem_set)[0]
 

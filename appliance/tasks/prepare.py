@@ -203,7 +203,7 @@ def prompt_ids(
     import jinja2
 
     if missing := missing_template(tokenizer):
-        raise RecipeError([fault((), *missing)])
+        raise RecipeError([fault(("model.path",), *missing)])
     messages = [{"role": role, "content": content} for role, content in problem.messages]
     render = functools.partial(
         tokenizer.apply_chat_template,
@@ -221,7 +221,7 @@ def prompt_ids(
         roles = [role for role, _ in problem.messages]
         reason, remedy = refusal(raised, why, roles=roles)
         message = f"the model's chat template does not take `{problem.prompt[:60]}` ({', '.join(roles)}): {reason}"
-        raise RecipeError([fault((), message, remedy)])
+        raise RecipeError([fault(("model.path",), message, remedy)])
     return list(rendered["input_ids"])
 
 

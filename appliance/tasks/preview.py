@@ -78,7 +78,7 @@ def _template_notes(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase) -> lis
     date = plan.task_files.date
     facts = examine(tokenizer, conversations=conversations_of(plan), date=date)
     if facts.problem:
-        raise RecipeError([fault((), facts.problem, facts.remedy)])
+        raise RecipeError([fault(("model.path",), facts.problem, facts.remedy)])
     notes = [facts.no_generation_prompt] if facts.begin_of_answer else []
     if clock_of(tokenizer, date=date):
         notes.append(f"the chat template asks for the date: {date}; a run gives it the day on which it began")

@@ -90,9 +90,12 @@ class ProblemSet:
         return self.rows - len(self.problems)
 
 
-def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: int | None = None) -> ProblemSet:
+def read_file(
+    path: str | Path, *, source: Source, name: str = "", key: str = "", most_rows: int | None = None
+) -> ProblemSet:
     """Read the problems of a file; what is wrong with the file is a fault, not an error. name: the file's name in
-    faults, empty: its path.  most_rows: rows to read at most."""
+    faults, empty: its path.  key: of the recipe, which names the file: faults of the whole file are about it; empty:
+    about the file.  most_rows: rows to read at most."""
     name, hint = name or str(path), source.hint
     kind = "parquet" if Path(path).suffix.lower() == PARQUET else "JSON-lines or parquet"
     try:
@@ -100,10 +103,10 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
             raise OSError(errno.EINVAL, "not a regular file")  # a pipe or a device: its reading may never end
         if foreign := foreign_format(Path(path)):
             format_name, remedy = foreign
-            return ProblemSet([], faults=[fault((name,), f"it is {format_name}", remedy)])
+            return ProblemSet([], faults=[_fault_of_file(name, f"it is {format_name}", remedy, key=key)])
         left_out: set[str] = set()
         rows = itertools.islice(_rows(Path(path), left_out), most_rows)
-        return _collected(rows, name=name, source=source, left_out=left_out)
+        return _collected(rows, name=name, key=key, source=source, left_out=left_out)
     except FileNotFoundError:
         hint = f"give the path of a {kind} file; a relative one begins in the folder where the program is started"
         format_name, remedy = no_such_file(str(path)) or ("", hint)
@@ -112,7 +115,12 @@ def read_file(path: str | Path, *, source: Source, name: str = "", most_rows: in
         message, remedy = f"cannot be read: {error.strerror or error}", f"give the path of a readable {kind} file"
     except ValueError as error:  # pyarrow's, for what is no parquet
         message, remedy = f"not a parquet file: {first_line(error)}", hint
-    return ProblemSet([], faults=[fault((name,), message, remedy)])
+    return ProblemSet([], faults=[_fault_of_file(name, message, remedy, key=key)])
+
+
+def _fault_of_file(name: str, message: str, remedy: str, *, key: str) -> Finding:
+    """Make a fault of a whole file. name, key: as of read_file."""
+    return fault((key,), f"{name}: {message}", remedy) if key else fault((name,), message, remedy)
 
 
 def read_data_set(name: str, *, config: str, split: str, commit: str, source: Source) -> ProblemSet:
@@ -139,10 +147,12 @@ def read_data_set(name: str, *, config: str, split: str, commit: str, source: So
         raise RecipeError([fault(("task.data",), f"{name} cannot be had: {why}", hint)]) from error
     left_out: set[str] = set()
     rows = enumerate(plain_rows(data.iter(ROWS_AT_A_TIME), left_out), start=1)
-    return _collected(rows, name=name, source=source, left_out=left_out)
+    return _collected(rows, name=name, key="task.data", source=source, left_out=left_out)
 
 
-def _collected(rows: Iterable[tuple[int, Row | str]], *, name: str, source: Source, left_out: set[str]) -> ProblemSet:
+def _collected(
+    rows: Iterable[tuple[int, Row | str]], *, name: str, key: str, source: Source, left_out: set[str]
+) -> ProblemSet:
     problems: dict[tuple[Message, ...], Problem] = {}
     faults: list[Finding] = []
     kinds: set[str] = set()
@@ -164,11 +174,11 @@ def _collected(rows: Iterable[tuple[int, Row | str]], *, name: str, source: Sour
         elif problems.setdefault(problem.messages, problem).truth != problem.truth:
             conflicting += 1
     if not seen:
-        faults = [fault((name,), "the file has no rows", source.hint)]
+        faults = [_fault_of_file(name, "the file has no rows", source.hint, key=key)]
     if 1 < bad == seen and len(kinds) == 1:  # such as a field's name that is misspelt in the recipe
         faults = [replace(faults[0], message=f"{faults[0].message} (the same in all {seen} rows)")]
     elif bad > MAX_PROBLEMS:
-        faults.append(fault((name,), f"and {bad - MAX_PROBLEMS} more"))
+        faults.append(_fault_of_file(name, f"and {bad - MAX_PROBLEMS} more", "", key=key))
     problem_set = ProblemSet([*problems.values()], rows=seen, conflicting=conflicting, faults=faults)
     return replace(problem_set, left_out=tuple(sorted(left_out)))
 

@@ -77,16 +77,16 @@ class DataFile:
     file: str
     """Path of the file in the data set."""
 
-    def read(self, source: Source) -> ProblemSet:
+    def read(self, source: Source, *, keys: tuple[str, ...]) -> ProblemSet:
         """Download the file and read its problems. A download that broke off resumes where it was. Raises RecipeError
-        when the hub is away, and for bad rows."""
+        when the hub is away, and for bad rows. keys: place of the first of these faults, as of Finding."""
         try:
             path = download_data(self.hub, file=self.file, beat=Heartbeat().beat)
         except OSError as error:  # no network, no such file, or offline mode
             why = first_line(error)
             hint = "give a file: task.train_file in a recipe, --from with `appliance data`"
             message = f"no data file is given, and {self.hub} cannot be had from the hub: {why}"
-            raise RecipeError([fault((), message, hint)]) from error
+            raise RecipeError([fault(keys, message, hint)]) from error
         return without_faults(read_file(path, source=source, name=self.hub))[0]
 
 
@@ -212,7 +212,7 @@ class TaskDefinition:
             return replace(splits, val=[], val_sets={usual: splits.val}) if usual else splits
         with_file = {_key(name): val_set for name, val_set in settings.val_sets.items() if val_set.file}
         others = {key: val_set.file or "" for key, val_set in with_file.items()}
-        sets = self._read(train_file, settings.val_file or "", others)
+        sets = self._read(settings, others)
         notes = [note for name, problem_set in sets.items() for note in _counts(name, problem_set)]
         train = sets.pop("train").problems
         seen = {problem.messages for problem_set in sets.values() for problem in problem_set.problems}
@@ -233,8 +233,9 @@ class TaskDefinition:
         validation: list[Problem] = []
         if train and not unseen:
             hint = "none is left to train on: validate on others, or leave that file out and give a size"
-            message = "each of its problems is in the validation data as well"
-            faults.append(fault((train_file or "the data set",), message, hint))
+            message = f"{train_file or 'the data set'}: each of its problems is in the validation data as well"
+            keys = ("task.train_file",) if train_file else ("task.data", "task.kind")
+            faults.append(fault(keys, message, hint))
         key = f"task.{_key(usual)}.size" if usual else "task.val_size"
         if holds_out and "val" in sets:
             validation = sets["val"].problems[: size or None]
@@ -259,21 +260,26 @@ class TaskDefinition:
         }
         return replace(splits, val_sets=by_set)
 
-    def _read(self, train_file: str, val_file: str, others: Mapping[str, str]) -> dict[str, ProblemSet]:
-        """`train`, `val` where there is one, and the others by their names."""
+    def _read(self, settings: sections.Task, others: Mapping[str, str]) -> dict[str, ProblemSet]:
+        """Read `train`, `val` where there is one, and the others by their names."""
         assert self.source is not None, "a task makes its problems or reads them"
-        files = {"train": train_file, "val": val_file, **others}
+        files = {"train": settings.train_file, "val": settings.val_file, **others}
         files = {name: file for name, file in files.items() if file}
-        read = dict(
-            zip(files, without_faults(*(read_file(file, source=self.source) for file in files.values())), strict=True)
+        keys = {"train": "task.train_file", "val": "task.val_file"}
+        sets = (
+            read_file(file, source=self.source, key=keys.get(name) or f"task.{name}.file")
+            for name, file in files.items()
         )
-        if train_file:
+        read = dict(zip(files, without_faults(*sets), strict=True))
+        if settings.train_file:
             return read
-        return {file.split: file.read(self.source) for each in self.data_sets.values() for file in each} | read
+        of_hub = [file for data_set in self.data_sets.values() for file in data_set]
+        return {file.split: file.read(self.source, keys=("task.train_file", "task.kind")) for file in of_hub} | read
 
-    def check_rows(self, path: str | Path) -> list[Finding]:
-        """Check the rows of a data file, each at its `file:line`; after 19 of them the number of the rest."""
-        return read_file(path, source=self.source, most_rows=self.checked_rows).faults if self.source else []
+    def check_rows(self, path: str | Path, *, key: str = "") -> list[Finding]:
+        """Check the rows of a data file, each at its `file:line`; after 19 of them the number of the rest. key: as of
+        read_file."""
+        return read_file(path, source=self.source, key=key, most_rows=self.checked_rows).faults if self.source else []
 
     def first_problems(self, count: int, *, file: str, difficulty: int, seed: int) -> list[Problem]:
         """Return the first problems of the file, or of those that the task makes."""

@@ -212,7 +212,7 @@ def test_name_in_use_is_refused(tmp_path: Path, small_plan: Callable, python: Ca
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (
         2,
-        f"run name `small-1` is in use: {plan.run_dir}\nchoose another --name, or leave it out\n",
+        f"--name: `small-1` is in use: {plan.run_dir}\nchoose another one, or leave it out\n",
     )
     assert list(Path(plan.run_dir).iterdir()) == []
 

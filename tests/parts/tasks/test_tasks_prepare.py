@@ -262,7 +262,7 @@ def test_main_reports_a_failure_with_its_exit_code(small: RunPlan, tmp_path: Pat
     assert main([str(tmp_path / "plan.json")]) == 2
     assert events_of(plan)[-1] == {
         "kind": "failure",
-        "what": f"{missing}: no such file",
+        "what": f"task.train_file: {missing}: no such file",
         "why": "",
         "error": "RecipeError",
         "hint": NO_FILE.format("JSON-lines or parquet"),

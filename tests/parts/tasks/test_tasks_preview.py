@@ -187,7 +187,7 @@ def test_a_chat_template_without_system_messages_says_so() -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     with pytest.raises(RecipeError) as error:
         prompt_ids(SYSTEM, tokenizer=tokenizer_with(template))
-    message = "the model's chat template does not take `1 + 2?` (system, user): System role not supported"
+    message = "model.path: the model's chat template does not take `1 + 2?` (system, user): System role not supported"
     assert error.value.problems == [(message, HINT)]
 
 
@@ -195,14 +195,16 @@ def test_a_chat_template_that_drops_the_system_message_says_so() -> None:
     template = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
     with pytest.raises(RecipeError) as error:
         prompt_ids(SYSTEM, tokenizer=tokenizer_with(template))
-    message = "the model's chat template does not take `1 + 2?` (system, user): it leaves out the system message"
+    message = (
+        "model.path: the model's chat template does not take `1 + 2?` (system, user): it leaves out the system message"
+    )
     assert error.value.problems == [(message, HINT)]
 
 
 def test_a_tokenizer_without_a_chat_template_says_so() -> None:
     with pytest.raises(RecipeError) as error:
         prompt_ids(Problem("1 + 2?", "3"), tokenizer=tokenizer_with(None))
-    message = "the model has no chat template: its tokenizer does not say how a prompt is put to it"
+    message = "model.path: the model has no chat template: its tokenizer does not say how a prompt is put to it"
     assert error.value.problems == [
         (message, "take an instruct model, or add a chat_template.jinja to the model's folder")
     ]

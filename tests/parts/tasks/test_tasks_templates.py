@@ -142,7 +142,7 @@ def test_each_row_is_looked_at_where_it_is_counted() -> None:
     with pytest.raises(RecipeError) as raised:
         prompt_ids(Problem("x" * 30001, "1"), tokenizer=cuts)
     message = f"the model's chat template does not take `{'x' * 60}` (user): it does not have all of the user message"
-    assert raised.value.problems == [(message, OTHER_HINT)]
+    assert raised.value.problems == [(f"model.path: {message}", OTHER_HINT)]
 
 
 def test_a_prompt_without_a_generation_prompt_is_told() -> None:

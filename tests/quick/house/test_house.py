@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,35 @@ def test_broad_except_only_at_boundaries(modules: dict[str, ast.Module]) -> None
         if isinstance(node, ast.ExceptHandler) and catches_everything(node)
     }
     assert wrong - BOUNDARIES == set()
+
+
+PLACELESS = {
+    "errors: RecipeError.retold": 2,  # of lines that begin with their places
+    "recipe.load: _parent": 3,  # whoever calls it places them at `extends`
+}
+"""Faults without a place of their own, by function: how many, and why."""
+
+
+def placeless_faults(tree: ast.Module) -> Iterator[str]:
+    """Functions with a fault of no keys and of no `where`, once for each such fault."""
+
+    def within(node: ast.AST, title: str) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            is_scope = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            name = f"{title}.{child.name}".strip(".") if is_scope else title
+            if isinstance(child, ast.Call) and ast.unparse(child.func) == "fault" and child.args:
+                has_where = any(keyword.arg == "where" for keyword in child.keywords)
+                if ast.unparse(child.args[0]) == "()" and not has_where:
+                    yield title
+            yield from within(child, name)
+
+    return within(tree, "")
+
+
+def test_a_fault_has_a_place(modules: dict[str, ast.Module]) -> None:
+    assert list(placeless_faults(ast.parse("def f():\n fault((), 'x')\n fault((), 'x', where='y')"))) == ["f"]
+    places = Counter(f"{module}: {name}" for module, tree in modules.items() for name in placeless_faults(tree))
+    assert places == PLACELESS
 
 
 def test_only_verl_args_knows_verls_keys(modules: dict[str, ast.Module]) -> None:

@@ -18,7 +18,7 @@ from appliance.tasks.rows import read_file
 FIRST = "{cwd}/rows.jsonl:1: the field `{field}` is missing: the row has `question`, `answer` (the same in all 3 rows)"
 HINT = "each row is a JSON object with `{}`, text or chat messages, and `{}`"
 NO_FILE = "give the path of a {} file; a relative one begins in the folder where the program is started"
-ALL_VALIDATED = "{cwd}/rows.jsonl: each of its problems is in the validation data as well"
+ALL_VALIDATED = "task.train_file: {cwd}/rows.jsonl: each of its problems is in the validation data as well"
 NONE_LEFT = "none is left to train on: validate on others, or leave that file out and give a size"
 WRONG = {
     "a wrong prompt": (["prompt=problem"], FIRST.replace("{field}", "problem"), HINT.format("problem", "answer")),
@@ -26,10 +26,19 @@ WRONG = {
     "a wrong truth": (["truth=solution"], FIRST.replace("{field}", "solution"), HINT.format("question", "solution")),
     "a path of another folder": (
         ["train_file=data/rows.jsonl"],
-        "{cwd}/data/rows.jsonl: no such file",
+        "task.train_file: {cwd}/data/rows.jsonl: no such file",
         NO_FILE.format("JSON-lines or parquet"),
     ),
-    "no validation file": (["val_file=v.parquet"], "{cwd}/v.parquet: no such file", NO_FILE.format("parquet")),
+    "no validation file": (
+        ["val_file=v.parquet"],
+        "task.val_file: {cwd}/v.parquet: no such file",
+        NO_FILE.format("parquet"),
+    ),
+    "no file of a validation set": (
+        ["val_sets={a: {file: v.parquet}}"],
+        "task.val_sets.a.file: {cwd}/v.parquet: no such file",
+        NO_FILE.format("parquet"),
+    ),
     "all held out": (
         ["val_size=512"],
         "task.val_size: 512 of the 3 problems in {cwd}/rows.jsonl leave no problem for training or none for validation",

@@ -96,8 +96,8 @@ def test_missing_and_empty_data_files(tmp_path):
     sets = (f"task.train_file={tmp_path}/no.jsonl", f"task.val_file={empty}")
     inputs = read_inputs(planned(tmp_path, *sets), ask_hub=False)
     assert [finding.fact for finding in inputs.data_faults] == [
-        f"{tmp_path}/no.jsonl: no such file",
-        f"{empty}: the file has no rows",
+        f"task.train_file: {tmp_path}/no.jsonl: no such file",
+        f"task.val_file: {empty}: the file has no rows",
     ]
 
 

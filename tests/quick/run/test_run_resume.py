@@ -78,7 +78,7 @@ def test_a_run_whose_disk_of_checkpoints_is_gone_does_not_start_from_the_beginni
     for meant in (target, of_a_step):
         with pytest.raises(RecipeError) as caught:
             find_start(meant)
-        message = f"{run_dir / 'checkpoints'} leads to {large}, which is not there"
+        message = f"{run_dir / 'checkpoints'}: it leads to {large}, which is not there"
         assert caught.value.problems == [(message, "bring that folder back, for example by mounting its disk again")]
     (run_dir / "checkpoints").unlink()
     (run_dir / "checkpoints").symlink_to("x" * 300)  # asked for, it is an error of its own, as of a disk that failed

@@ -61,7 +61,7 @@ def test_name_in_use_is_refused_and_the_run_left_alone(tmp_path: Path, small_pla
     with pytest.raises(RecipeError) as caught:
         create(with_trainer(plan, steps=99))
     assert caught.value.problems == [
-        (f"run name `small-1` is in use: {plan.run_dir}", "choose another --name, or leave it out")
+        (f"--name: `small-1` is in use: {plan.run_dir}", "choose another one, or leave it out")
     ]
     assert read_plan(Path(plan.run_dir) / "plan.json").trainer.steps == plan.trainer.steps
 
@@ -71,7 +71,7 @@ def test_losing_a_chosen_name_is_not_the_users_mistake(tmp_path: Path, small_pla
     Path(plan.run_dir).mkdir()
     with pytest.raises(RecipeError) as caught:
         create(plan, is_chosen=True)
-    assert caught.value.problems[0][1] == "another run has just taken it: start again"
+    assert caught.value.problems == [(f"{plan.run_dir}: another run has just taken this folder", "start again")]
 
 
 def test_a_new_folder_that_another_launcher_takes_at_once_is_its_own(
@@ -88,7 +88,7 @@ def test_a_new_folder_that_another_launcher_takes_at_once_is_its_own(
     monkeypatch.setattr(Path, "mkdir", and_taken)
     with pytest.raises(RecipeError) as caught:
         create(plan, is_chosen=True)
-    assert caught.value.problems[0][1] == "another run has just taken it: start again"
+    assert caught.value.problems == [(f"{plan.run_dir}: another run has just taken this folder", "start again")]
     assert [each.name for each in Path(plan.run_dir).iterdir()] == [".lock"]
     taken[0].release()
 

@@ -137,7 +137,7 @@ def test_without_the_hub_it_says_what_to_give(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(RecipeError) as caught:
         TASK.splits(make_task())
     ((message, hint),) = caught.value.problems
-    words = "no data file is given, and BytedTsinghua-SIA/DAPO-Math-17k cannot be had from the hub: "
+    words = "task.train_file: no data file is given, and BytedTsinghua-SIA/DAPO-Math-17k cannot be had from the hub: "
     assert message.startswith(words)
     assert hint == "give a file: task.train_file in a recipe, --from with `appliance data`"
 

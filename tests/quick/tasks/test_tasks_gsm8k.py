@@ -170,7 +170,7 @@ def test_splits_raise_for_both_files_at_once(tmp_path: Path) -> None:
         TASK.splits(make_task(train_file=train, val_file=val, val_size=2))
     assert caught.value.message.splitlines() == [
         f"{train}:1: not JSON: Expecting property name enclosed in double quotes at column 2",
-        f"{val}: no such file",
+        f"task.val_file: {val}: no such file",
     ]
 
 
@@ -269,7 +269,7 @@ def test_a_connection_that_breaks_is_told_as_a_hub_that_is_away(monkeypatch: pyt
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     with pytest.raises(RecipeError) as caught:
         TASK.splits(make_task(val_size=2))
-    message = "no data file is given, and openai/gsm8k cannot be had from the hub: reset by peer"
+    message = "task.train_file: no data file is given, and openai/gsm8k cannot be had from the hub: reset by peer"
     hint = "give a file: task.train_file in a recipe, --from with `appliance data`"
     assert caught.value.problems == [(message, hint)]
 
@@ -289,5 +289,5 @@ def test_splits_say_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(RecipeError) as caught:
         TASK.splits(make_task(val_size=2))
     ((message, hint),) = caught.value.problems
-    assert message.startswith("no data file is given, and openai/gsm8k cannot be had from the hub: ")
+    assert message.startswith("task.train_file: no data file is given, and openai/gsm8k cannot be had from the hub: ")
     assert hint == "give a file: task.train_file in a recipe, --from with `appliance data`"
