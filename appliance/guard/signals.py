@@ -11,6 +11,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from itertools import accumulate
+from typing import Annotated
+
+from pydantic import AliasChoices, Field
 
 from appliance.guard.policy import Action, Collapse, MismatchBounds, Patience
 from appliance.terms.counts import counted
@@ -159,8 +162,8 @@ class CollapseGuard(StrEnum):
 class Watch:
     """One guard's memory."""
 
-    held: int = 0
-    """Number of steps in a row with the guard's condition."""
+    steps_met: Annotated[int, Field(validation_alias=AliasChoices("steps_met", "held"))] = 0
+    """Number of steps in a row with the guard's condition. `held` is its key in a guard.json of an earlier version."""
     calm: int = 0
     """Number of steps in a row without the guard's condition."""
     alarmed: bool = False
@@ -219,7 +222,7 @@ def watch(
         patience = getattr(limits, guard.value)
         now, actions = _advance(last, holds=cause is not None, patience=patience, calm_after=calm_after)
         watches.append(now)
-        reports += [Report(guard, action, steps=now.held or now.calm, cause=cause) for action in actions]
+        reports += [Report(guard, action, steps=now.steps_met or now.calm, cause=cause) for action in actions]
     return replace(memory, watches=tuple(watches)), tuple(reports)
 
 
@@ -230,10 +233,10 @@ def _advance(
         calm = before.calm + 1
         clear = before.alarmed and calm >= calm_after
         return Watch(calm=calm, alarmed=before.alarmed and not clear), (None,) if clear else ()
-    steps_met = before.held + 1
+    steps_met = before.steps_met + 1
     warns = not before.alarmed and steps_met >= patience.warn_after
     actions = (Action.WARN,) * warns + (Action.STOP,) * (steps_met >= patience.stop_after)
-    return Watch(held=steps_met, alarmed=before.alarmed or warns), actions
+    return Watch(steps_met=steps_met, alarmed=before.alarmed or warns), actions
 
 
 def _remember(before: Watches, signals: Signals, *, limits: Collapse) -> Watches:

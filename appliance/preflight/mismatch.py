@@ -57,11 +57,11 @@ def expected_of(folder: Path) -> Expected | None:
     if not header["predicted"] or not is_by_own_samples(header):
         return None
     layers = [{"multiplications": 0, "contribution": None, **layer} for layer in header["layers"]]
-    before, kept_layers = header.get("predicted_all"), [layer for layer in layers if layer["kept"]]
+    before, kept_layers = header.get("predicted_all"), [layer for layer in layers if layer["stays_in_bf16"]]
     return Expected(
         header["predicted"]["kl"],
         tokens=header["predicted"]["tokens"],
-        candidates=tuple(candidates_of(layer for layer in layers if not layer["kept"])),
+        candidates=tuple(candidates_of(layer for layer in layers if not layer["stays_in_bf16"])),
         kept_multiplications=sum(layer["multiplications"] for layer in kept_layers),
         kept_layers=tuple(layer_name(layer["linears"]) for layer in kept_layers),
         without_budget=before["kl"] if before else None,

@@ -373,7 +373,7 @@ def _errors(layers: list[dict[str, Any]]) -> list[str]:
             layer_name(layer["linears"]),
             *(f"{layer[error]:.2%}" for error in ("weight_error", "output_error", "output_error_plain")),
             "" if layer.get("contribution") is None else f"{layer['contribution']:.1e}",
-            "kept in BF16" if layer["kept"] else "",
+            "kept in BF16" if layer["stays_in_bf16"] else "",
         )
         for layer in worst
     ]

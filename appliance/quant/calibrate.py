@@ -146,7 +146,7 @@ def _one_layer(
             weight_error=weight_errors[unit],
             output_error=errors[unit.members[0]],
             output_error_plain=plain.relative(unit),
-            kept=False,
+            stays_in_bf16=False,
             multiplications=view.multiplications(unit),
         )
         for unit in view.units

@@ -52,13 +52,13 @@ def read_file_header(folder: Path) -> dict[str, Any]:
         raise EngineError(f"{file}: not a profile of schema version {versions}", hint=_HINT)
     try:
         completed = _Header.model_validate_json(text).model_dump(
-            mode="json", include={"architecture", "settings", "smoothing"}
+            mode="json", include={"architecture", "layers", "settings", "smoothing"}
         )
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise EngineError(f"{file}: its header cannot be used: {why}", hint=_HINT) from error
-    return header | completed  # with the defaults of what is left out
+    return header | completed  # with the defaults of what is left out, and with the names of this version
 
 
 def is_by_own_samples(header: dict[str, Any]) -> bool:
@@ -209,8 +209,9 @@ class LayerError:
     the layer's inputs exact, with smoothing."""
     output_error_plain: float
     """Relative error of the outputs without smoothing."""
-    kept: bool
-    """Whether the layer stays in BF16, by the mismatch budget or because the user's `ignore` names it."""
+    stays_in_bf16: Annotated[bool, Field(validation_alias=AliasChoices("stays_in_bf16", "kept"))]
+    """Whether the layer stays in BF16, by the mismatch budget or because the user's `ignore` names it. A profile of an
+    earlier version has it as `kept`."""
     multiplications: Count_ = 0
     """Number of multiplications for one token; 0 where nobody counted them."""
     contribution: float | None = None

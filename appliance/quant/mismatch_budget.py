@@ -61,9 +61,12 @@ class MismatchBudget:
         layers = [dataclasses.replace(layer, contribution=contributions.get(layer.layer)) for layer in layers]
         if budget is None or all_quantised.kl <= budget:
             return layers, all_quantised
-        candidates = candidates_of(dataclasses.asdict(layer) for layer in layers if not layer.kept)
+        candidates = candidates_of(dataclasses.asdict(layer) for layer in layers if not layer.stays_in_bf16)
         kept, predicted = meet(candidates, all_quantised=all_quantised, budget=budget, measure=self.measure)
-        layers = [dataclasses.replace(layer, kept=layer.kept or bool(kept & set(layer.layer))) for layer in layers]
+        layers = [
+            dataclasses.replace(layer, stays_in_bf16=layer.stays_in_bf16 or bool(kept & set(layer.layer)))
+            for layer in layers
+        ]
         return layers, predicted
 
     def measure(self, in_bf16: frozenset[str]) -> Predicted:

@@ -254,7 +254,7 @@ class Profile:
     @property
     def suggested_ignore(self) -> tuple[str, ...]:
         """The user's `ignore` and then the layers that the mismatch budget keeps in BF16, each once."""
-        kept = (name for layer in self.layers if layer.kept for name in layer.layer)
+        kept = (name for layer in self.layers if layer.stays_in_bf16 for name in layer.layer)
         return tuple(dict.fromkeys((*self.settings.ignore, *kept)))
 
     def header(self) -> dict[str, Any]:

@@ -282,7 +282,7 @@ def test_a_mismatch_budget_keeps_what_it_takes_and_the_prediction_is_of_that(qwe
     assert within_budget.predicted_all == free.predicted
     names = within_budget.suggested_ignore
     assert 0 < len(names) < 2 * 7
-    assert names == tuple(name for layer in within_budget.layers if layer.kept for name in layer.layer)
+    assert names == tuple(name for layer in within_budget.layers if layer.stays_in_bf16 for name in layer.layer)
     assert profile_of(qwen2[1], mismatch_budget=budget).header() == within_budget.header()
     by_hand = profile_of(qwen2[1], ignore=names)  # with other smoothing: what is ignored is not smoothed
     assert by_hand.predicted and by_hand.predicted.kl == pytest.approx(within_budget.predicted.kl, rel=0.5)
@@ -377,7 +377,7 @@ def test_experts_are_kept_both_gemms_or_none(tmp_path: Path) -> None:
     free = profile_of(tmp_path).predicted
     assert free is not None
     profile = profile_of(tmp_path, mismatch_budget=free.kl / 20)
-    halves = [each.kept for each in profile.layers if each.layer == ("model.layers.0.mlp.experts",)]
+    halves = [each.stays_in_bf16 for each in profile.layers if each.layer == ("model.layers.0.mlp.experts",)]
     assert halves == [True, True]
     assert profile.suggested_ignore.count("model.layers.0.mlp.experts") == 1
 

@@ -127,7 +127,7 @@ def test_a_run_and_a_plan_of_the_next_say_which_layers_the_budget_keeps_and_why(
     make_profile(job_of_plan(plan))
     command.finish_profile(plan)
     header = read_file_header(Path(plan.profile.folder))
-    bf16_layers = [layer for layer in header["layers"] if layer["kept"]]
+    bf16_layers = [layer for layer in header["layers"] if layer["stays_in_bf16"]]
     total = sum(layer["multiplications"] for layer in header["layers"])
     part = sum(layer["multiplications"] for layer in bf16_layers) / total
     ((choice, why),) = notes(plan)
@@ -477,7 +477,7 @@ def test_the_table_names_worst_layers_kept_layers_smoothing_mismatch_and_place(r
     job = job_of_plan(plan).replace(mismatch_budget=free["predicted"]["kl"] / 2)
     header = read_file_header(make_profile(job))
     text = "\n".join(lines := table(header, folder="runs/x/profile"))
-    bf16_layers = [each for each in header["layers"] if each["kept"]]
+    bf16_layers = [each for each in header["layers"] if each["stays_in_bf16"]]
     assert bf16_layers and len(bf16_layers) < len(header["layers"])
     worst = next(line for line in lines if line.startswith("model.layers"))
     assert "mlp.down_proj" in worst

@@ -159,13 +159,15 @@ def profiled(plan: RunPlan, folder: Path) -> RunPlan:
     from appliance.quant.profile import LayerError, Origin, Profile, Settings, Smoothing, write_profile
 
     def layer(name: str, *, error: float, kept: bool = False) -> LayerError:
-        return LayerError((name,), (name,), weight_error=0.0, output_error=error, output_error_plain=0.0, kept=kept)
+        return LayerError(
+            (name,), (name,), weight_error=0.0, output_error=error, output_error_plain=0.0, stays_in_bf16=kept
+        )
 
     parts = ("a.q_proj", "a.k_proj")
     layers = (
         layer("fine", error=0.01),
         layer("worst", error=0.9, kept=True),
-        LayerError(parts, parts, weight_error=0.0, output_error=0.5, output_error_plain=0.0, kept=False),
+        LayerError(parts, parts, weight_error=0.0, output_error=0.5, output_error_plain=0.0, stays_in_bf16=False),
         layer("bad", error=0.3),
     )
     write_profile(

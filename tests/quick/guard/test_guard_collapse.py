@@ -11,7 +11,7 @@ import pytest
 
 from appliance.guard.governor import Decision, GovernorState, Move, observe
 from appliance.guard.policy import Action, Collapse, Patience, Policy
-from appliance.guard.signals import CollapseGuard, Signals
+from appliance.guard.signals import CollapseGuard, Signals, Watch, Watches
 from appliance.record.lines import as_json, parse
 from appliance.terms.schemes import Scheme
 
@@ -237,3 +237,11 @@ def test_a_state_of_before_own_rewards_can_be_read() -> None:
     kept = json.loads(as_json(state))
     assert len(kept["watches"].pop("first_rewards")) == 10
     assert parse(json.dumps(kept), GovernorState, place="here").watches == replace(state.watches, first_rewards=())
+
+
+def test_the_memory_of_an_earlier_version_is_read() -> None:
+    """It called `steps_met` by the name `held`."""
+    watches = replace(Watches(), watches=(Watch(steps_met=3, alarmed=True), *Watches().watches[1:]))
+    text = as_json(GovernorState(watches=watches))
+    assert '"steps_met": 3' in text
+    assert parse(text.replace("steps_met", "held"), GovernorState, place="guard.json").watches == watches

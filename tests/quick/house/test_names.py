@@ -20,12 +20,10 @@ NAMELESS = re.compile(
     r"|Shown|Heard|Asked|Spoken|Look|Story|Order|Some|Ask|Judged)_*|(?i:.*(?:utils?|helper|manager))"
 )
 IN_FILES_OF_A_RUN = {
-    "appliance/guard/signals.py: Watch.held",
-    "appliance/quant/files.py: LayerError.kept",
     "appliance/record/events.py: Event.what",
     "appliance/record/events.py: append_event.what",
 }
-"""Fields that are keys of guard.json, of a profile's header and of events.jsonl."""
+"""Fields that are keys of events.jsonl."""
 OF_LIBRARIES = {
     "appliance/trainer/rewards.py: _TellingPool.__init__._pool_manager",
     "appliance/trainer/rewards.py: _TellingProcesses.__init__.worker_manager",

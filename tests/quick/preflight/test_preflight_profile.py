@@ -81,7 +81,7 @@ def test_a_prediction_on_reference_answers_is_none_of_rollouts(tmp_path, version
     settings = {**HEADER["settings"], "error_budget": 0.05, **settings}
     smoothing = [{"source" if version == 2 else "norm": NORM, "linears": []}]
     layer = {
-        **{"layer": ["a"], "linears": ["a"], "kept": True},
+        **{"layer": ["a"], "linears": ["a"], "stays_in_bf16" if version == 2 else "kept": True},
         **{"weight_error": 0.0, "output_error": 0.1, "output_error_plain": 0.1},
     }
     changes = {"predicted": PREDICTED, "settings": settings, "smoothing": smoothing, "layers": [layer]}

@@ -41,8 +41,8 @@ def test_a_layer_that_a_later_one_makes_needless_goes() -> None:
 
 
 def test_what_is_kept_by_ignore_is_no_candidate_and_experts_are_one() -> None:
-    half = {"layer": ["mlp.experts"], "contribution": 0.01, "multiplications": 8, "kept": False}
-    none = {"layer": ["x"], "contribution": None, "multiplications": 9, "kept": False}
+    half = {"layer": ["mlp.experts"], "contribution": 0.01, "multiplications": 8, "stays_in_bf16": False}
+    none = {"layer": ["x"], "contribution": None, "multiplications": 9, "stays_in_bf16": False}
     assert candidates_of([half, half, none]) == [Candidate(("mlp.experts",), 0.01, 16)]
     assert share([SMALL], candidates=[SMALL, LITTLE]) == 0.1
 
