@@ -304,9 +304,9 @@ def compare(
 @app.command(hidden=True)
 def health() -> int:
     """Print what a container's health check asks for: one line, exit code 0 or 1."""
-    from appliance.container.health import look
+    from appliance.container.health import look_at_container
 
-    found = look()
+    found = look_at_container()
     console.show(f"{'healthy' if found.is_healthy else 'unhealthy'}: {found.text}")
     return 0 if found.is_healthy else 1
 

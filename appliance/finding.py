@@ -93,7 +93,7 @@ def has_error(findings: Iterable[Finding]) -> bool:
     return any(finding.is_error for finding in findings)
 
 
-def lines(findings: Iterable[Finding]) -> list[str]:
+def finding_lines(findings: Iterable[Finding]) -> list[str]:
     """Return lines `severity: where: place: message`, the worst first, each followed by its `hint:` line where there is
     a remedy."""
     shown = []
@@ -102,7 +102,7 @@ def lines(findings: Iterable[Finding]) -> list[str]:
     return shown
 
 
-def as_json(findings: Iterable[Finding]) -> list[dict[str, object]]:
+def findings_as_json(findings: Iterable[Finding]) -> list[dict[str, object]]:
     """Return the documents of `--json`. `place` is the first of `keys`."""
     return [
         {

@@ -129,7 +129,7 @@ def problem() -> str:
     return why or (f"{_endpoint()} answers {code}" if code in (403, 407) or code >= 500 else "")
 
 
-def refusal(name: str, *, revision: str = "") -> str:
+def model_refusal(name: str, *, revision: str = "") -> str:
     """Return the reason why the hub, which answers, does not give a model's config.json to whoever asks from here, or
     an empty text."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
@@ -263,7 +263,7 @@ def download_model(name: str, *, revision: str, beat: Callable[[], None], with_c
         ignore_patterns=f"{_MISTRALS}*",
     )
     try:
-        with beating(beat):
+        with beat_with_progress(beat):
             return Path(ask())
     except (OSError, httpx.HTTPError) as error:  # of a commit it wants to know the files, which a cache may not say
         try:
@@ -279,14 +279,14 @@ def download_data(name: str, *, file: str, beat: Callable[[], None]) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        with beating(beat):
+        with beat_with_progress(beat):
             return Path(hf_hub_download(name, file, repo_type="dataset"))
     except httpx.HTTPError as error:  # a proxy's, or of a connection that broke
         raise OSError(str(error)) from error
 
 
 @contextlib.contextmanager
-def beating(beat: Callable[[], None]) -> Iterator[None]:
+def beat_with_progress(beat: Callable[[], None]) -> Iterator[None]:
     """Have every progress bar of this process call `beat` as it moves meanwhile: `datasets` takes no bar of ours."""
     from huggingface_hub.utils import tqdm
 

@@ -43,7 +43,7 @@ class Patch:
 _APPLIED: dict[str, Patch] = {}
 
 
-def applied() -> tuple[str, ...]:
+def applied_patches() -> tuple[str, ...]:
     """List the names of the patches that are live in this process, sorted."""
     return tuple(sorted(_APPLIED))
 

@@ -15,7 +15,7 @@ _THAT_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def handled(take: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+def handle_signals(take: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Give the signals that come inside the block to `take`. A SIGHUP that is ignored (nohup) stays ignored. Call it
     from the main thread."""
     before = {number: signal.getsignal(number) for number in _THAT_END}
@@ -38,7 +38,7 @@ class Interrupts(contextlib.ExitStack):
         self._heard_at = 0.0
 
     def __enter__(self) -> Interrupts:
-        self.enter_context(handled(self._take))
+        self.enter_context(handle_signals(self._take))
         return self
 
     def _take(self, number: int, frame: FrameType | None) -> None:
@@ -61,7 +61,7 @@ def report_interruptions(saved_step: Callable[[], int] = lambda: 0) -> Iterator[
         raise SystemExit(code_of(name, saved_step=step))
 
     try:
-        with handled(take):
+        with handle_signals(take):
             yield
     finally:
         if signal_lines:

@@ -28,7 +28,7 @@ from appliance.profile.child import own_samples
 from appliance.profile.job import ProfileJob, job_of_run
 from appliance.quant.calibrate import calibrate
 from appliance.quant.checkpoint import Ledger, ModelTensors, StreamedModel
-from appliance.quant.choice import Candidate, candidates_of, share
+from appliance.quant.choice import Candidate, candidates_of, share_in_bf16
 from appliance.quant.files import LayerError, Predicted
 from appliance.quant.layer_view import Errors, Views
 from appliance.quant.mismatch_budget import MismatchBudget
@@ -53,7 +53,7 @@ def within(candidates: Iterable[Candidate], *, most: float, by: Ranking) -> tupl
     ordered = sorted(candidates, key=by, reverse=True)
     chosen: tuple[Candidate, ...] = ()
     for candidate in ordered:
-        if share((*chosen, candidate), candidates=ordered) > most:
+        if share_in_bf16((*chosen, candidate), candidates=ordered) > most:
             break
         chosen = (*chosen, candidate)
     return chosen
@@ -114,7 +114,7 @@ def table(profile: Profile, *, measure: Callable[[frozenset[str]], Predicted]) -
         for name, ranking in orders_of(profile.layers).items():
             chosen = within(candidates, most=most, by=ranking)
             predicted = measure(frozenset(linear for candidate in chosen for linear in candidate.layer))
-            part = share(chosen, candidates=candidates)
+            part = share_in_bf16(chosen, candidates=candidates)
             numbers = f"{len(chosen)} | {part:.1%} | {predicted.kl:.2g} | {predicted.k3_kl:.2g}".replace("%", " %")
             lines.append(f"| {most:.0%} | {name} | {numbers} |".replace("0% |", "0 % |").replace("5% |", "5 % |"))
             console.say(lines[-1])

@@ -30,7 +30,7 @@ def main(flavour: str) -> None:
     from appliance.trainer.fit import NO_LOAD_BALANCER, _without_balancer
 
     patch.apply_patch(NO_LOAD_BALANCER, _without_balancer)
-    live = set(patch.applied())
+    live = set(patch.applied_patches())
     if live != expected:
         sys.exit(f"error: live patches {sorted(live)}, the plan of this flavour says {sorted(expected)}")
     sys.stdout.write(f"smoke: plugin and patches live: {', '.join(sorted(live))}\nfingerprint: {fingerprint()}\n")

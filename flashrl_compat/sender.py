@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, directive, record
+from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, precision_tensor, record
 from appliance.terms.schemes import AS_PLANNED
 
 
@@ -23,7 +23,7 @@ def with_manifest(
     weights: all of a checkpoint's, each once, on any device.  number: of the update, from 1: how many this engine has
     had, and one.  An engine under FLASHRL_CONFIG generates nothing until all of it has arrived as it was sent.
     """
-    start = directive(AS_PLANNED)
+    start = precision_tensor(AS_PLANNED)
     records = [record(DIRECTIVE_NAME, start)]
     device = None
     for name, tensor in weights:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.cluster.node_report import NodeReport, describe_node, differences, plant_canary, warnings
+from appliance.cluster.node_report import NodeReport, describe_node, list_differences, list_warnings, plant_canary
 from appliance.errors import ApplianceError, PreflightError, ProcessDied, last_line
 from appliance.plan.host import Ports
 from appliance.plan.model_shape import model_shape
@@ -71,21 +71,21 @@ class ClusterNode:
         return f"{self.name} ({self.address})"
 
 
-def useful(nodes: Sequence[ClusterNode], needed: Topology) -> list[ClusterNode]:
+def useful_nodes(nodes: Sequence[ClusterNode], needed: Topology) -> list[ClusterNode]:
     """Return the nodes with the GPUs that one node of the training needs."""
     return [node for node in nodes if node.gpus >= needed.gpus_per_node]
 
 
-def missing(nodes: Sequence[ClusterNode], needed: Topology) -> str:
+def describe_missing_nodes(nodes: Sequence[ClusterNode], needed: Topology) -> str:
     """Describe in one line which nodes are there and which are not."""
-    have = len(useful(nodes, needed))
+    have = len(useful_nodes(nodes, needed))
     gpus = "a GPU" if needed.gpus_per_node == 1 else f"{needed.gpus_per_node} GPUs"
     there = f"{have} of {needed.nodes} nodes with {gpus}"
     small = [f"{node.name} has {node.gpus}" for node in nodes if node.gpus < needed.gpus_per_node]
     return there + (f" ({', '.join(small)})" if small else "")
 
 
-def not_among(nodes: Sequence[ClusterNode], others: Sequence[ClusterNode]) -> list[ClusterNode]:
+def nodes_not_among(nodes: Sequence[ClusterNode], others: Sequence[ClusterNode]) -> list[ClusterNode]:
     known = {node.id for node in others}
     return [node for node in nodes if node.id not in known]
 
@@ -101,7 +101,7 @@ class Roll:
         return [node for node, since in self.absent if at - since >= RETURNS_WITHIN_S]
 
 
-def call(
+def call_roll(
     roll: Roll, now: Sequence[ClusterNode], *, deaths: Mapping[str, str], needed: Topology, at: float
 ) -> tuple[Roll, list[str]]:
     """Return the roll after one more look, and a line about each node that came or went.
@@ -109,11 +109,12 @@ def call(
     deaths: by id, Ray's words for the end of nodes that nobody stopped.  at: s, of a clock that only goes forward.
     A host that starts again is another node, with the same `text`. Of several nodes on one host any will do.
     """
-    absent, lines, there, gone = list(roll.absent), [], missing(now, needed), not_among(roll.present, now)
+    absent, lines = list(roll.absent), []
+    there, gone = describe_missing_nodes(now, needed), nodes_not_among(roll.present, now)
     places = {node.id: place for place, node in enumerate(roll.present)}
     lost = {node.id for node in gone}
     present = [node for node in roll.present if node.id not in lost]
-    for node in not_among(now, roll.present):
+    for node in nodes_not_among(now, roll.present):
         known = next((each for each in absent if node.text == each[0].text), None)
         if known is not None:
             absent.remove(known)
@@ -149,22 +150,22 @@ class RayCluster:
         needed = self._plan.topology
         deadline, roll = time.monotonic() + wait_s, Roll()
         while True:
-            now, deaths = look_around()
-            roll, lines = call(roll, now, deaths=deaths, needed=needed, at=time.monotonic())
+            now, deaths = find_nodes()
+            roll, lines = call_roll(roll, now, deaths=deaths, needed=needed, at=time.monotonic())
             for line in lines:
                 self._say(line)
-            if len(members := useful(now, needed)) >= needed.nodes:
+            if len(members := useful_nodes(now, needed)) >= needed.nodes:
                 self._members = members
                 return
             if overdue := roll.overdue(at=time.monotonic()):
-                names = " and ".join(node.text for node in overdue)
+                names, there = " and ".join(node.text for node in overdue), describe_missing_nodes(now, needed)
                 raise PreflightError(
-                    f"{names} died and did not come back within {RETURNS_WITHIN_S:g} s: {missing(now, needed)}",
+                    f"{names} died and did not come back within {RETURNS_WITHIN_S:g} s: {there}",
                     hint="the log on that host says why; start `train` again here, and `join` there",
                 )
             if time.monotonic() > deadline:
                 raise PreflightError(
-                    f"after {wait_s:g} s: {missing(now, needed)}",
+                    f"after {wait_s:g} s: {describe_missing_nodes(now, needed)}",
                     hint=f"on each other host: appliance join --head {self._address()}",
                 )
             time.sleep(_LOOK_EVERY_S)
@@ -180,8 +181,8 @@ class RayCluster:
         ]
         word = plant_canary(self._run_dir)
         reports, shape = self._ask_each(), model_shape(self._plan.model, weights=self._plan.weights)
-        problems += differences(reports, head=head, plan=self._plan, canary=word, shape=shape)
-        for warning in warnings(reports, head=head, plan=self._plan, shape=shape):
+        problems += list_differences(reports, head=head, plan=self._plan, canary=word, shape=shape)
+        for warning in list_warnings(reports, head=head, plan=self._plan, shape=shape):
             self._say(f"warning: {warning}")
         if problems:
             raise PreflightError("; ".join(problems), hint="start every node from the same image, with the same mounts")
@@ -246,7 +247,7 @@ class RayCluster:
         return None
 
     def _loss(self) -> ProcessDied | None:
-        gone = not_among(self._members, look_around()[0])
+        gone = nodes_not_among(self._members, find_nodes()[0])
         what = " and ".join(f"node {node.text} left the cluster" for node in gone)
         return (
             ProcessDied(what, hint="bring the node back, and resume the run: it continues from the newest checkpoint")
@@ -274,7 +275,7 @@ class RayCluster:
         append_event(self._run_dir, kind="cluster", what=what)
 
 
-def look_around() -> tuple[list[ClusterNode], dict[str, str]]:
+def find_nodes() -> tuple[list[ClusterNode], dict[str, str]]:
     """Return the nodes that live, and, by id, Ray's words about the nodes that died without having been stopped."""
     import ray
 

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from appliance import console
 from appliance.cluster.form import CPU_OBJECT_STORE_BYTES, NodeOffer, cpus_for_ray, node_environment, worker_argv
-from appliance.cluster.node_report import RunNotice, end_of, is_resumed, read_notice
+from appliance.cluster.node_report import RunNotice, is_resumed, read_end, read_notice
 from appliance.errors import EngineError, Interrupted, PreflightError, ProcessDied, RecipeError, TrainingError
 from appliance.finding import fault
 from appliance.launch.supervise import supervise
@@ -142,7 +142,7 @@ def _end(head: str, *, training: RunNotice | None, was_silent: bool, code: int |
     """Find out why this node's Ray ended after it had joined. Returns 0 where the training ended as it should. Raises
     TrainingError (the training failed, the head is gone or another one), EngineError (Ray, here)."""
     again = f"join again: the run resumes with `train --resume` on {head}"
-    ended = end_of(training) if training else None
+    ended = read_end(training) if training else None
     if training and ended:
         name = training.run_dir.name
         if ended.state is RunStatus.FAILED:
@@ -251,7 +251,7 @@ class NodeWatch:
             has_scheduler = not self.has_joined or self._has_scheduler()
             self._health = NodeHealth(
                 silent_s=silent_s,
-                ended=training is not None and end_of(training) is not None,
+                ended=training is not None and read_end(training) is not None,
                 without_scheduler=0 if has_scheduler else self._health.without_scheduler + 1,
             )
 

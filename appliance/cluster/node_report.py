@@ -113,7 +113,7 @@ def _read(file: Path) -> str:
         return ""
 
 
-def differences(
+def list_differences(
     reports: Sequence[NodeReport], *, head: NodeReport, plan: RunPlan, canary: str, shape: ModelShape | None = None
 ) -> list[str]:
     """List the reasons why these nodes cannot train together: a sentence each, beginning with the node's name. head:
@@ -126,7 +126,7 @@ def differences(
     return problems
 
 
-def warnings(
+def list_warnings(
     reports: Sequence[NodeReport], *, head: NodeReport, plan: RunPlan, shape: ModelShape | None = None
 ) -> list[str]:
     """List what other hosts than the head's are warned of: what preflight finds there (the head's own findings were
@@ -213,7 +213,7 @@ class RunNotice:
 def write_notice(run_dir: Path) -> None:
     """Write for `join`, on a node and in a process of Ray's, what its node is for. Elsewhere, and without a run there:
     nothing. Raises OSError when it cannot be written."""
-    folder, record = os.environ.get(NODE_VARIABLE), record_of(run_dir)
+    folder, record = os.environ.get(NODE_VARIABLE), read_run_record(run_dir)
     if folder and record is not None:
         write_whole(Path(folder) / NOTICE_FILE, as_json(RunNotice(run_dir, record.attempt)), durable=False)
 
@@ -224,7 +224,7 @@ def read_notice(folder: Path) -> RunNotice | None:
     return read(file, RunNotice) if file.exists() else None
 
 
-def record_of(run_dir: Path) -> RunRecord | None:
+def read_run_record(run_dir: Path) -> RunRecord | None:
     """Read the run's run.json; None where there is none, or it cannot be read just now."""
     try:
         return read_record(run_dir)
@@ -232,9 +232,9 @@ def record_of(run_dir: Path) -> RunRecord | None:
         return None
 
 
-def end_of(training: RunNotice) -> RunRecord | None:
+def read_end(training: RunNotice) -> RunRecord | None:
     """Read how that attempt ended, None while it runs, and when nobody has written it."""
-    record = record_of(training.run_dir)
+    record = read_run_record(training.run_dir)
     if record is None or record.attempt != training.attempt or record.state in (RunStatus.STARTING, RunStatus.RUNNING):
         return None
     return record
@@ -242,5 +242,5 @@ def end_of(training: RunNotice) -> RunRecord | None:
 
 def is_resumed(training: RunNotice) -> bool:
     """Tell whether the run has a newer attempt than the one that this node was part of."""
-    record = record_of(training.run_dir)
+    record = read_run_record(training.run_dir)
     return record is not None and record.attempt > training.attempt

@@ -96,7 +96,12 @@ def _date_begun(recipes: Mapping[tuple[str, int], Recipe], *, folder: Path) -> s
         try:
             recipe_begun = yaml.safe_load((run_dir / "recipe.yaml").read_text())
             original = _original(run_dir)
-        except (OSError, ValueError, yaml.YAMLError, RecipeError):  # no run, or one that `look` takes for another
+        except (
+            OSError,
+            ValueError,
+            yaml.YAMLError,
+            RecipeError,
+        ):  # no run, or one taken for another
             continue
         if is_written(_as_begun(recipe, original), plain=recipe_begun):
             return original.date
@@ -177,7 +182,7 @@ class Existing(Enum):
     """A run of another recipe, or with other problems or other code of the user's, or no run at all."""
 
 
-def look(run: PlannedRun) -> Existing:
+def look_at_run(run: PlannedRun) -> Existing:
     """Find out what is there of a run. Raises PreflightError when another program is training it at this moment."""
     folder = run.run_dir
     if not folder.exists():

@@ -15,10 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance import console
-from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, refuse_other_commit, resumed_run, set_aside
+from appliance.compare.arms import (
+    Existing,
+    PlannedRun,
+    look_at_run,
+    plan_runs,
+    refuse_other_commit,
+    resumed_run,
+    set_aside,
+)
 from appliance.compare.file import Comparison, load_comparison
 from appliance.compare.interval import CONFIDENCE, Interval
-from appliance.compare.judge import ArmResult, curve, judge, numbers, verdict_text
+from appliance.compare.judge import ArmResult, curve, field_values, judge, verdict_text
 from appliance.compare.results import RunResult, busy_share, note_busy, read_result, validate_models
 from appliance.compare.stored import SUFFIX, StoredRun, date_of, read_results, result_of, write_results
 from appliance.corrections.registry import NONE
@@ -143,7 +151,7 @@ def _stopped(command: str) -> Interrupted:
 
 def _todo(runs: list[PlannedRun], *, folder: Path, file: Path) -> list[PlannedRun]:
     """The runs without a result, ready to start. file: of the comparison.  Raises PreflightError."""
-    states = {run.label: look(run) for run in runs}
+    states = {run.label: look_at_run(run) for run in runs}
     if any(each is not Existing.DONE for each in states.values()):
         going_on = (Existing.DONE, Existing.UNFINISHED)
         refuse_other_commit([run for run in runs if states[run.label] in going_on], file=file)
@@ -406,8 +414,8 @@ def _seed_lines(row: ArmResult) -> list[str]:
     lines = []
     for run in row.runs:
         interval = intervals.get(run.seed)
-        k3 = max(numbers(run.steps, "mismatch_k3_kl"), default=None)
-        truncated = max(numbers(run.steps, "is_truncated_fraction"), default=None)
+        k3 = max(field_values(run.steps, "mismatch_k3_kl"), default=None)
+        truncated = max(field_values(run.steps, "is_truncated_fraction"), default=None)
         difference = "- | -" if interval is None else f"{interval.mean:+.4f} | {_bounds(interval)}"
         steps = run.steps[-1].step if run.steps else 0
         lines.append(

@@ -92,7 +92,7 @@ class Comparison:
     """Arm that each arm is compared with, where that is not the baseline."""
 
 
-def find(name_or_path: str) -> Path:
+def find_comparison(name_or_path: str) -> Path:
     """Find the file of a comparison by its name, where it is a shipped one, or by its path. Raises RecipeError when
     there is none."""
     shipped = library.folder().parent / FOLDER / f"{name_or_path}{_SUFFIX}"
@@ -108,7 +108,7 @@ def find(name_or_path: str) -> Path:
 def load_comparison(name_or_path: str) -> Comparison:
     """Load a comparison. Raises RecipeError with all problems of the file, in the order of its lines. The recipes of
     the arms are not loaded."""
-    path = find(name_or_path)
+    path = find_comparison(name_or_path)
     faults: list[Finding] = []
     tree = read_tree(path, faults, kind="comparison", hint="see docs/experiments.md")
     read = recipe = None

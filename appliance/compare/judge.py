@@ -102,7 +102,7 @@ def judge(
         stopped = [run.seed for run in runs if not run.rewards]
         below = [seed for seed, interval in by_seed if interval.high < -margin]
         verdict = Verdict.STOPPED if stopped else _verdict(difference, margin=margin)
-        truncated, k3 = numbers(steps, "is_truncated_fraction"), numbers(steps, "mismatch_k3_kl")
+        truncated, k3 = field_values(steps, "is_truncated_fraction"), field_values(steps, "mismatch_k3_kl")
         method = runs[0].method if runs else NONE
         rows.append(
             ArmResult(
@@ -120,8 +120,8 @@ def judge(
                 inactive=bool(truncated) and _is_seen_in_cuts(method) and max(truncated) == 0.0,
                 k3_kl=_median(k3),
                 k3_max=max(k3, default=None),
-                codes_changed=_median(numbers(steps, "codes_changed_fraction")),
-                step_s=_median(numbers(steps, "step_s")),
+                codes_changed=_median(field_values(steps, "codes_changed_fraction")),
+                step_s=_median(field_values(steps, "step_s")),
                 seconds=_mean(run.seconds for run in runs),
                 busy=any(run.is_busy for run in runs),
                 planned_seeds=seeds,
@@ -173,11 +173,11 @@ def curve(runs: Iterable[RunResult], field: str) -> list[tuple[int, float, float
     by_step: dict[int, list[float]] = {}
     for run in runs:
         for row in run.steps:
-            by_step.setdefault(row.step, []).extend(numbers([row], field))
+            by_step.setdefault(row.step, []).extend(field_values([row], field))
     return [(step, sum(v) / len(v), min(v), max(v)) for step, v in sorted(by_step.items()) if v]
 
 
-def numbers(steps: Iterable[Step], field: str) -> list[float]:
+def field_values(steps: Iterable[Step], field: str) -> list[float]:
     """Return the values of the steps that have one. field: of Step."""
     return [found for row in steps if (found := getattr(row, field)) is not None]
 

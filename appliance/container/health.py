@@ -29,14 +29,14 @@ class ContainerHealth:
     """Description for `docker inspect`, one line."""
 
 
-def look(proc: Path = Path("/proc")) -> ContainerHealth:
+def look_at_container(proc: Path = Path("/proc")) -> ContainerHealth:
     """Judge the health of this container's run or node, or of the worst one where there are several."""
-    runs, nodes = marked(proc)
+    runs, nodes = find_marked_folders(proc)
     judged = [*(_of_run(folder) for folder in runs), *(_of_node(folder) for folder in nodes)]
     return min(judged, key=lambda each: each.is_healthy, default=ContainerHealth(True, "no run yet"))
 
 
-def marked(proc: Path) -> tuple[list[Path], list[Path]]:
+def find_marked_folders(proc: Path) -> tuple[list[Path], list[Path]]:
     """Find the folders of the runs, and of the joined nodes, whose processes live here. proc: as /proc."""
     runs, nodes = set(), set()
     for file in proc.glob("[0-9]*/environ"):

@@ -37,7 +37,7 @@ from appliance.recipe.text import full_path
 from appliance.record.code import code_of
 from appliance.record.plan import RunPlan
 from appliance.record.session import RUN_FILE, cannot_write
-from appliance.signals import handled
+from appliance.signals import handle_signals
 from appliance.tasks.library import is_from_hub
 from appliance.terms.environment import HUB_TOKEN_VARIABLE, RUNNER_VARIABLE
 
@@ -264,18 +264,18 @@ def _signals_stop(container: Container) -> Iterator[list[int]]:
         with suppress(APIError):  # it ended by itself meanwhile
             container.kill() if at_once else container.stop(timeout=GRACE_S)
 
-    with handled(stop):
+    with handle_signals(stop):
         yield heard
 
 
-def of_the_host(findings: Sequence[Finding]) -> list[Finding]:
+def findings_of_host(findings: Sequence[Finding]) -> list[Finding]:
     """Drop the findings about what the image brings."""
     return [each for each in findings if each.code not in _OF_THE_IMAGE]
 
 
-def stop_without(findings: Sequence[Finding]) -> None:
+def require_host(findings: Sequence[Finding]) -> None:
     """Say what this host itself lacks, leaving out what the image brings. Raises PreflightError."""
-    stop_on_errors([each for each in of_the_host(findings) if each.severity is Severity.ERROR])
+    stop_on_errors([each for each in findings_of_host(findings) if each.severity is Severity.ERROR])
 
 
 def examine_and_train(
@@ -287,12 +287,12 @@ def examine_and_train(
     # The name of a run that is resumed is judged inside: it has its folder already.
     run_dir = new_run_dir(recipe, name=name if resume == "never" else None)
     plan, _, findings = examine(recipe, run_dir=run_dir, ask_hub=True, run_code=False)
-    refuse_faults(of_the_host(findings))
+    refuse_faults(findings_of_host(findings))
     if dry_run and resume == "never":
-        print_plan(plan, recipe=recipe, findings=of_the_host(findings), json_mode=json_mode)
+        print_plan(plan, recipe=recipe, findings=findings_of_host(findings), json_mode=json_mode)
     elif dry_run:
         console.say("note: the plan of a run that is resumed is made in the container, and not shown by a dry run")
-    stop_without(findings)
+    require_host(findings)
     if dry_run:
         return 0
     return train_in_container(plan, recipe, typed=typed, arguments=sys.argv[1:], image=image, resume=resume)
@@ -304,7 +304,7 @@ def train_in_container(
     """Train in the image instead of here. typed: the recipe's name or file.  arguments: our own command line.  Raises
     as container_spec and run_in_container do, PreflightError where a folder for the run cannot be made."""
     folder, user = Path.cwd(), f"{os.getuid()}:0"  # files belong to who starts us; group 0 may write as the image lets
-    argv = (*inner_argv(arguments), *without_home(recipe))
+    argv = (*inner_argv(arguments), *expand_home(recipe))
     if resume.startswith("~"):
         argv += ("--resume", os.path.expanduser(resume))
     spec = container_spec(plan, argv, typed=typed, image=image, folder=folder, user=user, resume=resume)
@@ -320,7 +320,7 @@ def train_in_container(
     return run_in_container(spec)
 
 
-def without_home(recipe: Recipe) -> Iterator[str]:
+def expand_home(recipe: Recipe) -> Iterator[str]:
     """Yield a `--set` for each path of the recipe that begins with `~`, written out as it is outside: inside `~` is
     another folder."""
     for key in PATHS:

@@ -140,7 +140,7 @@ class LossCorrection:
         """Return the correction for while the guard asks for a tighter one: half of what the cap has above 1, and
         sequences with a large k3 dropped."""
         drops = replace(self, reject_k3_above=REJECT_K3_ABOVE)
-        return drops if self.cap is None else replace(drops, cap=tighter(self.cap))
+        return drops if self.cap is None else replace(drops, cap=tighten_limit(self.cap))
 
     @classmethod
     def refusals(cls, *, cap: float | None, bounds: tuple[float, ...] | None, clip: ClipRange) -> Iterator[Finding]:
@@ -181,7 +181,7 @@ class LossCorrection:
         return f"{self.name}{cap}{within}{drops}"
 
 
-def tighter(limit: float) -> float:
+def tighten_limit(limit: float) -> float:
     """Halve what a limit has above 1. One of 1 or less has nothing to give: below it weights of 1 are cut too."""
     return 1 + (limit - 1) / 2 if limit > 1 else limit
 

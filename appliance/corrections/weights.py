@@ -28,7 +28,7 @@ from appliance.corrections.base import (
     Corrected,
     LossCorrection,
     mean_k3,
-    tighter,
+    tighten_limit,
     token_weights,
 )
 from appliance.corrections.objective import ClipRange
@@ -140,7 +140,7 @@ class IcePop(LossCorrection):
 
     def tightened(self) -> LossCorrection:
         """Take from the upper bound half of what it has above 1, as from a cap."""
-        return replace(super().tightened(), bounds=(self.bounds[0], tighter(self.bounds[1])))
+        return replace(super().tightened(), bounds=(self.bounds[0], tighten_limit(self.bounds[1])))
 
 
 class SequenceMask(LossCorrection):

@@ -117,7 +117,7 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
             rank=plan.topology.rollout_rank(replica, rank=rank),
             scheme=str(live.scheme),
             emulated=live.emulated,
-            patches=tuple(patch.applied()),
+            patches=tuple(patch.applied_patches()),
             versions={name: importlib.metadata.version(name) for name, _ in plan.pins},
             fingerprint=fingerprint(),
             detail={

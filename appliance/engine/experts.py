@@ -29,7 +29,14 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_m
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
-from appliance.engine.quantised import OnlineLinearMethod, Quantising, WholeAbsmax, is_cut, refuse_cut_blocks, sampled
+from appliance.engine.quantised import (
+    OnlineLinearMethod,
+    Quantising,
+    WholeAbsmax,
+    is_cut,
+    refuse_cut_blocks,
+    sample_rows,
+)
 from appliance.errors import EngineError
 from appliance.quant.codec import QuantisedWeight
 from appliance.terms.schemes import Scheme
@@ -139,7 +146,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
                 )
             quantised = gemm.quantise(weight_NK, absmax=absmax)
             if self.on_quantised is not None:
-                self.on_quantised(layer, sampled(weight_NK), quantised)
+                self.on_quantised(layer, sample_rows(weight_NK), quantised)
         replace_parameter(layer, "w13_weight", None)
         replace_parameter(layer, "w2_weight", None)
         layer._already_called_process_weights_after_loading = True
@@ -225,7 +232,7 @@ def _refuse_unknown(layer: RoutedExperts) -> None:
         )
 
 
-def pack_experts_anew(layers: Iterable[Module]) -> None:
+def pack_experts_again(layers: Iterable[Module]) -> None:
     """Call before a reload of the weights: vLLM's BF16 experts on a CPU are packed once, at the first load.
 
     A second load copies plain weights into the packed tensor: another model, without an error where nothing is padded.

@@ -28,7 +28,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import (
 from vllm.model_executor.utils import replace_parameter
 
 from appliance.engine.fp8_proof import EmulatedProof, NativeBlockProof, NativeFp8Proof
-from appliance.engine.quantised import OnlineLinearMethod, Quantising, sampled
+from appliance.engine.quantised import OnlineLinearMethod, Quantising, sample_rows
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_fp8 import weight_block
 from appliance.quant.cpu_gemm import multiply_fp8
@@ -64,7 +64,7 @@ class NativeFp8Method(Quantising):
         weight_NK = layer.weight.data
         super().process_weights_after_loading(layer)
         if (held := self.held_weight(layer)) is not None:
-            self.on_quantised(layer, sampled(weight_NK), held)
+            self.on_quantised(layer, sample_rows(weight_NK), held)
 
     def held_weight(self, layer: Module) -> QuantisedWeight | None:
         """Return codes [N, K] and scales where the kernel reads them, without padding. None where it packs them."""

@@ -70,12 +70,12 @@ from appliance.engine.kernel_proof import (
     KernelProof,
     ProofFault,
     U,
-    answer,
+    compute_answer,
     first_answer,
     first_beyond,
     first_scale,
 )
-from appliance.engine.tensor_slots import Slot, rounded
+from appliance.engine.tensor_slots import Slot, round_to_engine
 from appliance.errors import SyncError
 from appliance.quant.codec import QuantisedWeight, dequantise, weight_absmax
 from appliance.quant.codec_fp8 import fp8_scale, quantise_fp8_by, row_blocks, widened_fp8
@@ -129,7 +129,7 @@ class Fp8Proof(KernelProof):
         return [slice(start, min(start + BLOCK, channels)) for start in starts[self.ask.round % parts :: parts]]
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
-        whole_NK = rounded(tensor)
+        whole_NK = round_to_engine(tensor)
         self._parts[slot.start] = (slot.cut(whole_NK), self._absmax(slot, whole_NK))
         if sum(len(part) for part, _ in self._parts.values()) == self.shape.channels:
             self._expect([self._parts[start] for start in sorted(self._parts)])
@@ -256,7 +256,7 @@ class NativeFp8Proof(Fp8Proof):
 
     def _first_answer(self, layer: Module) -> ProofFault | None:
         with torch.compiler.set_stance("force_eager"):  # on a GPU vLLM has the activation's quantiser compiled
-            out_TN = answer(layer, self.probe_TK(), bias_N=None)
+            out_TN = compute_answer(layer, self.probe_TK(), bias_N=None)
         wanted_TN = self._exact_answers(out_TN)
         roundings = 2 if layer.quant_method.multiplies_in_bf16 else 1
         bound_TN = 2 * roundings * BF16_U * wanted_TN.abs() + _FLUSHED

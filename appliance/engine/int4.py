@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 
 from appliance.engine.kernel_proof import KernelProof, ProofFault, U, first_answer, first_scale
 from appliance.engine.quantised import OnlineLinearMethod
-from appliance.engine.tensor_slots import Slot, rounded
+from appliance.engine.tensor_slots import Slot, round_to_engine
 from appliance.errors import EngineError, SyncError
 from appliance.quant.codec import QuantisedWeight, chunk_rows
 from appliance.quant.codec_int4 import dequantise_int4, int4_groups, quantise_int4
@@ -58,7 +58,7 @@ class Int4Proof(KernelProof):
     def take(self, slot: Slot, tensor: Tensor) -> None:
         parts = self.ask.parts
         first = (self.ask.round - slot.start) % parts
-        weight_RK = rounded(tensor[slot.rows][first::parts, slot.columns], dtype=self.dtype)
+        weight_RK = round_to_engine(tensor[slot.rows][first::parts, slot.columns], dtype=self.dtype)
         if not len(weight_RK):  # a tensor of so few rows that it is the turn of none
             return
         quantised = quantise(weight_RK)

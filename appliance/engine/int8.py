@@ -25,7 +25,7 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from appliance.engine.kernel_proof import Int8Proof
-from appliance.engine.quantised import OnlineLinearMethod, sampled
+from appliance.engine.quantised import OnlineLinearMethod, sample_rows
 from appliance.errors import EngineError
 from appliance.patch import Patch
 from appliance.quant.codec import QuantisedWeight
@@ -90,7 +90,7 @@ class Int8LinearMethod(OnlineLinearMethod):
                 self._codes_NK = loaded_weight.new_empty(param.shape, dtype=torch.int8)
             weight_NK, into_NK = loaded_weight.to(param.dtype), self._codes_NK[rows.start : rows.stop]
             quantised = quantise_for_kernel(weight_NK, into_NK=into_NK, known_finite=self.known_finite)
-            few_NK = sampled(weight_NK, start=rows.start, count=len(param))
+            few_NK = sample_rows(weight_NK, start=rows.start, count=len(param))
             self._parts[rows.start] = _Part(quantised.scale, few_NK)
 
         return MethodType(quantising_loader, loader.__self__)
@@ -150,7 +150,7 @@ class _Part:
 
     scale_N1: Tensor
     few_NK: Tensor
-    """Its `sampled` rows."""
+    """Rows of the weight that `sample_rows` copied."""
 
 
 def _rows(widths: list[int], shard: str | int | tuple[int, ...] | None = None) -> range:

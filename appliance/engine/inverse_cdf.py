@@ -47,14 +47,14 @@ _LOG2_E, _ROUND = float32(1.44269504), float32(1.5 * 2**23)
 _LN2_HIGH, _LN2_LOW = float32(0.693145751953125), float32(1.42860677e-06)  # the first has 15 bits: n * it is exact
 
 
-def uniforms(seeds_B: NDArray[np.uint64], positions_B: NDArray[np.uint64]) -> NDArray[np.float64]:
+def uniform_numbers(seeds_B: NDArray[np.uint64], positions_B: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return one number per row, [B] float64 in (0, 1).  seeds_B: any 64 bits.  positions_B: of the token in its
     sequence."""
     bits_B = _mixed(_mixed(seeds_B) + (positions_B + uint64(1)) * _GOLDEN)
     return ((bits_B >> uint64(12)).astype(float64) + 0.5) * 2.0**-52
 
 
-def draw(logits_BV: Tensor, uniform_B: NDArray[np.float64]) -> Tensor:
+def draw_words(logits_BV: Tensor, uniform_B: NDArray[np.float64]) -> Tensor:
     """Draw one word per row, [B] int64.
 
     logits_BV: float32 on a CPU, after temperature; -inf where a word may not be drawn.  uniform_B: in [0, 1).

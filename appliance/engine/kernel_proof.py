@@ -56,7 +56,7 @@ from torch.nn import Module
 from vllm import _custom_ops  # noqa: F401  registers torch.ops._C
 from vllm.platforms import current_platform
 
-from appliance.engine.tensor_slots import LocalShape, Slot, rounded
+from appliance.engine.tensor_slots import LocalShape, Slot, round_to_engine
 from appliance.errors import SyncError
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_int8 import int8_rows, quantise_int8
@@ -187,7 +187,7 @@ class Int8Proof(KernelProof):
     def take(self, slot: Slot, tensor: Tensor) -> None:
         parts = self.ask.parts
         first = (self._part - slot.start) % parts
-        whole_NK = rounded(tensor[slot.rows][first::parts], dtype=self.dtype)
+        whole_NK = round_to_engine(tensor[slot.rows][first::parts], dtype=self.dtype)
         probe_K = self.probe_K.to(whole_NK.device, torch.int8)
         rows = max(1, _CHUNK_ELEMENTS // whole_NK.shape[1])
         codes_NK = whole_NK.new_empty((min(rows, len(whole_NK)), whole_NK.shape[1]), dtype=torch.int8)
@@ -240,7 +240,7 @@ class Bf16Proof(KernelProof):
         self._columns_NB = torch.zeros(self.shape.channels, columns, dtype=self.dtype, device="cpu")
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
-        few_NB = rounded(slot.cut(tensor)[:, self._block], dtype=self.dtype)
+        few_NB = round_to_engine(slot.cut(tensor)[:, self._block], dtype=self.dtype)
         part = slice(slot.start, slot.start + len(few_NB))
         if self._columns_NB.shape[1]:
             self._columns_NB[part] = few_NB.cpu()
@@ -278,13 +278,15 @@ def first_answer(
     """Return the first wrong answer of a layer, or None. bound_N: before the rest is rounded to `dtype`, the
     layer's."""
     bias_N = -exact_N.to(dtype)
-    rest_N = answer(layer, probe_K[None], bias_N=bias_N, dtype=dtype)[0]
+    rest_N = compute_answer(layer, probe_K[None], bias_N=bias_N, dtype=dtype)[0]
     wanted_N = exact_N + bias_N.double()
     relative, least = ROUNDS[dtype]
     return first_beyond(rest_N, wanted_N, bound_N=bound_N + relative * wanted_N.abs() + least)
 
 
-def answer(layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def compute_answer(
+    layer: Module, probe_MK: Tensor, *, bias_N: Tensor | None, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     """Compute the answer of `ask_kernel`, in float64 on the CPU."""
     return ask_kernel(layer, probe_MK, bias_N=bias_N, dtype=dtype).double().cpu()
 

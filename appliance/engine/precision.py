@@ -55,7 +55,7 @@ _config = functools.lru_cache(maxsize=1)(ApplianceConfig)  # reads the profile
 
 
 def read_directive(tensor: Tensor) -> Precision:
-    """Read a directive: the inverse of sync/manifest.py's `directive`. Raises SyncError when the bytes are none."""
+    """Read a directive: the inverse of `precision_tensor` in sync/manifest.py. Raises SyncError for other bytes."""
     try:
         return precision_of(tensor.cpu().numpy().tobytes().decode())
     except ValueError as error:

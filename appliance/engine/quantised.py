@@ -42,7 +42,7 @@ class Quantising:
     provable: bool = True
     """Whether the kernel of such a layer can be proven."""
     on_quantised: QuantisedHook | None = None
-    """Function that is called with (layer, `sampled` rows of a weight, codes and scales of all its rows) after each
+    """Function that is called with (layer, `sample_rows` of a weight, codes and scales of all its rows) after each
     quantisation. Set it on an object, or with `staticmethod` on a class."""
     known_finite: bool = False
     """Whether somebody has checked before that all tensors of a weight are finite."""
@@ -112,7 +112,7 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
             absmax = self._whole.take(weight_NK, ask=lambda own: amax_for_tp_weight_quant(own, True))
         quantised = self.quantise(weight_NK, absmax=absmax)
         if self.on_quantised is not None:
-            self.on_quantised(layer, sampled(weight_NK), quantised)
+            self.on_quantised(layer, sample_rows(weight_NK), quantised)
         layer.weight.data = weight_NK.new_empty(0)
         return quantised
 
@@ -135,7 +135,7 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
         """Let go of what is held beside the layer's tensors: the layer is in BF16 until the next `install`."""
 
 
-def sampled(weight_NK: Tensor, *, start: int = 0, count: int | None = None) -> Tensor:
+def sample_rows(weight_NK: Tensor, *, start: int = 0, count: int | None = None) -> Tensor:
     """Copy a sample of a weight: those rows that this part has of up to _SAMPLED_ROWS evenly spread ones. start: the
     part's first row.  count: of all rows, where these are a part."""
     step = sampling_step(len(weight_NK) if count is None else count)

@@ -112,9 +112,9 @@ def seeded_sampling(
             self.drawn_from.append(logits)
         if not generators or not all(isinstance(one, PositionedGenerator) for one in generators.values()):
             return original(self, logits, generators, None, None)
-        from appliance.engine.inverse_cdf import draw  # a compiler that engines without seeds do not need
+        from appliance.engine.inverse_cdf import draw_words  # a compiler that engines without seeds do not need
 
-        words = draw(logits, row_uniforms(generators, rows=len(logits)))
+        words = draw_words(logits, row_uniforms(generators, rows=len(logits)))
         if self.logprobs_mode not in PROCESSED_LOGPROBS_MODES:
             return words, None
         is_logits = self.logprobs_mode == "processed_logits"
@@ -126,10 +126,10 @@ def seeded_sampling(
 def row_uniforms(generators: dict[int, torch.Generator], *, rows: int) -> NDArray[np.float64]:
     """Return one number per row, [B] float64 in [0, 1): by seed and position where a row has a seed, else by PyTorch's
     own generator."""
-    from appliance.engine.inverse_cdf import uniforms
+    from appliance.engine.inverse_cdf import uniform_numbers
 
     uniform_B = torch.rand(rows, dtype=torch.float64).numpy() if len(generators) < rows else np.empty(rows)
     seeds = np.array([generator.seed_bits for generator in generators.values()], dtype=np.uint64)
     positions = np.array([generator.position for generator in generators.values()], dtype=np.uint64)
-    uniform_B[list(generators)] = uniforms(seeds, positions)
+    uniform_B[list(generators)] = uniform_numbers(seeds, positions)
     return uniform_B

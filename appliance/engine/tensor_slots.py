@@ -201,6 +201,6 @@ def is_wide(layer: Module | None, parameter: str, *, dtype: torch.dtype) -> bool
     return held is not None and held.dtype is torch.float32
 
 
-def rounded(tensor: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def round_to_engine(tensor: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Round a tensor to the values that an engine in that type can have, whatever the trainer's type."""
     return tensor.to(dtype)

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
-from appliance.engine.experts import ExpertGemm, pack_experts_anew
+from appliance.engine.experts import ExpertGemm, pack_experts_again
 from appliance.engine.precision import PrecisionSwitch, read_directive
 from appliance.engine.proof import Proven, SyncProof
 from appliance.engine.quantised import Quantising
@@ -157,7 +157,7 @@ class WeightUpdate:
         self._replica, self._rank = replica, rank
         self._sync = self._taken_before = taken_before
         self._now = _Running(self._smoothing)
-        self._addresses = addresses(model) if replays_graphs(model, model_config=model_config) else {}
+        self._addresses = parameter_addresses(model) if replays_graphs(model, model_config=model_config) else {}
 
     @property
     def is_open(self) -> bool:
@@ -267,7 +267,7 @@ class WeightUpdate:
         self._now.is_open = True
         if precision.scheme is Scheme.BF16:
             self._now.smoothing = Smoothing()
-        pack_experts_anew(self.layers.values())
+        pack_experts_again(self.layers.values())
         self._now.switched = self._precision.change(precision)
         initialize_layerwise_reload(self.model)
         self._precision.release()
@@ -453,7 +453,7 @@ class WeightUpdate:
     def _check_addresses(self) -> None:
         """Require that vLLM wrote the update into the old tensors. Raises SyncError where it did not: CUDA graphs would
         not see it."""
-        now = addresses(self.model) if self._addresses else {}
+        now = parameter_addresses(self.model) if self._addresses else {}
         for name, address in self._addresses.items():
             if now.get(name) != address:
                 raise SyncError(f"weight update {self._sync}: CUDA graphs read the old place of {name}")
@@ -469,7 +469,7 @@ def replays_graphs(model: Module, *, model_config: Any) -> bool:
     return not model_config.enforce_eager and any(parameter.is_cuda for parameter in model.parameters())
 
 
-def addresses(model: Module) -> dict[str, int]:
+def parameter_addresses(model: Module) -> dict[str, int]:
     """Return the address of each parameter's memory."""
     return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 

@@ -24,7 +24,7 @@ from appliance.guard.signals import (
     Signals,
     Watches,
     judge_mismatch,
-    watch,
+    watch_guards,
 )
 from appliance.terms.counts import counted
 from appliance.terms.schemes import Scheme
@@ -99,7 +99,7 @@ def ladder(policy: Policy) -> tuple[Level, ...]:
     return tuple(levels)
 
 
-def place(level: Level | None, *, levels: tuple[Level, ...]) -> int:
+def place_on_ladder(level: Level | None, *, levels: tuple[Level, ...]) -> int:
     """Return the place of a level on the ladder; None: the foot. When a changed policy has it no more: the top of its
     rung, or of the next lower one that is there."""
     if level is None:
@@ -109,10 +109,10 @@ def place(level: Level | None, *, levels: tuple[Level, ...]) -> int:
     return max(i for i, each in enumerate(levels) if _ORDER.index(each.rung) <= _ORDER.index(level.rung))
 
 
-def measures(level: Level | None, *, policy: Policy) -> Measures:
+def measures_of_level(level: Level | None, *, policy: Policy) -> Measures:
     """Return the measures of a level, with those of the allowed levels below it. None: the foot of the ladder."""
     levels = ladder(policy)
-    at = place(level, levels=levels)
+    at = place_on_ladder(level, levels=levels)
     return Measures(
         scheme=levels[at].scheme,
         bf16_layer_fraction=levels[at].bf16_layer_fraction,
@@ -191,9 +191,11 @@ def observe(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[
     guard. Same input, same answer. A stopped governor decides nothing more."""
     if state.stopped:
         return state, ()
-    watches, reports = watch(state.watches, signals, limits=policy.collapse, calm_after=max(1, policy.cooling_steps))
+    watches, reports = watch_guards(
+        state.watches, signals, limits=policy.collapse, calm_after=max(1, policy.cooling_steps)
+    )
     state, levels = replace(state, watches=watches), ladder(policy)
-    here = levels[place(state.level, levels=levels)]
+    here = levels[place_on_ladder(state.level, levels=levels)]
     alarms = [each for each in reports if each.action is not Action.STOP and Action.WARN in policy.actions]
     decisions = [_decision(each, step=signals.step, before=here, after=here) for each in alarms]
     fatal = next((report for report in reports if report.action is Action.STOP), None)
@@ -210,7 +212,7 @@ def resume(state: GovernorState, *, policy: Policy) -> GovernorState:
     if not state.stopped:
         return state
     levels = ladder(policy)
-    below = levels[max(0, place(state.level, levels=levels) - (levels[-1].rung is Rung.STOP))]
+    below = levels[max(0, place_on_ladder(state.level, levels=levels) - (levels[-1].rung is Rung.STOP))]
     watches = replace(state.watches, watches=Watches().watches)
     return replace(
         state, level=below, recent_bad=(), fine_steps=0, cooling=policy.cooling_steps, descended=False, watches=watches
@@ -235,7 +237,7 @@ def _move(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[Go
     recent = (*state.recent_bad, bad)[-policy.climb_window :]
     fine = state.fine_steps + 1 if judgement.health is MismatchHealth.FINE else 0
     levels = ladder(policy)
-    at = place(state.level, levels=levels)
+    at = place_on_ladder(state.level, levels=levels)
     if bad and sum(recent) >= (1 if on_trial else policy.climb_bad) and at + 1 < len(levels):
         move, to, count, num_judged = Move.UP, levels[at + 1], sum(recent), len(recent)
     elif fine >= policy.descend_fine * 2 ** min(state.relapses, _MOST_DOUBLINGS) and at > 0:

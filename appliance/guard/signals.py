@@ -115,16 +115,16 @@ def judge_mismatch(signals: Signals, *, bounds: MismatchBounds) -> MismatchJudge
     measured = {name: value for name in _OF_MISMATCH if (value := getattr(signals, name)) is not None}
     if not measured:
         return MismatchJudgement(MismatchHealth.UNKNOWN)
-    bad = [cause for name, value in measured.items() if (cause := outside(name, value, getattr(bounds, name).bad))]
+    bad = [cause for name, value in measured.items() if (cause := find_cause(name, value, getattr(bounds, name).bad))]
     if bad:
         return MismatchJudgement(MismatchHealth.BAD, tuple(bad))
-    if any(outside(name, value, getattr(bounds, name).fine) for name, value in measured.items()):
+    if any(find_cause(name, value, getattr(bounds, name).fine) for name, value in measured.items()):
         return MismatchJudgement(MismatchHealth.BETWEEN)
     fine = (_inside(name, value, getattr(bounds, name).fine) for name, value in measured.items())
     return MismatchJudgement(MismatchHealth.FINE, tuple(fine))
 
 
-def outside(signal: str, value: float, limits: tuple[float, float]) -> Cause | None:
+def find_cause(signal: str, value: float, limits: tuple[float, float]) -> Cause | None:
     """Return the cause when a value is not finite or outside its (lowest, highest), else None."""
     low, high = limits
     if not math.isfinite(value):
@@ -202,7 +202,7 @@ class Report:
     cause: Cause | None = None
 
 
-def watch(
+def watch_guards(
     before: Watches, signals: Signals, *, limits: Collapse, calm_after: int
 ) -> tuple[Watches, tuple[Report, ...]]:
     """Return the guards' memory and reports after one more step; a guard whose signal was not measured stays as it was.
@@ -253,7 +253,7 @@ def _remember(before: Watches, signals: Signals, *, limits: Collapse) -> Watches
 
 
 def _log_probs(value: float, memory: Watches, limits: Collapse) -> Cause | None:
-    return outside("nonfinite_fraction", value, (0.0, 0.0))
+    return find_cause("nonfinite_fraction", value, (0.0, 0.0))
 
 
 def _reward(value: float, memory: Watches, limits: Collapse) -> Cause | None:
@@ -268,27 +268,29 @@ def _reward(value: float, memory: Watches, limits: Collapse) -> Cause | None:
     if is_noise:
         return None
     lowest = memory.best_reward - limits.reward_lost_fraction * gained
-    return outside(f"reward_mean of {counted(limits.reward_window, 'step')}", _mean(memory.rewards), (lowest, math.inf))
+    return find_cause(
+        f"reward_mean of {counted(limits.reward_window, 'step')}", _mean(memory.rewards), (lowest, math.inf)
+    )
 
 
 def _entropy(value: float, memory: Watches, limits: Collapse) -> Cause | None:
     if len(memory.first_entropies) < limits.entropy_window or _solved(memory, limits=limits):
         return None
     lowest = limits.entropy_left_fraction * _mean(memory.first_entropies)
-    return outside("entropy", value, (lowest, math.inf))
+    return find_cause("entropy", value, (lowest, math.inf))
 
 
 def _equal_samples(value: float, memory: Watches, limits: Collapse) -> Cause | None:
     if _solved(memory, limits=limits):
         return None
-    return outside("equal_group_fraction", value, (-math.inf, limits.equal_above))
+    return find_cause("equal_group_fraction", value, (-math.inf, limits.equal_above))
 
 
 def _runaway_length(value: float, memory: Watches, limits: Collapse) -> Cause | None:
     if not limits.max_response_tokens or _solved(memory, limits=limits):
         return None
     longest = limits.runaway_above * limits.max_response_tokens
-    return outside("response_tokens_mean", value, (-math.inf, longest))
+    return find_cause("response_tokens_mean", value, (-math.inf, longest))
 
 
 _CONDITIONS: dict[CollapseGuard, tuple[str, Callable[[float, Watches, Collapse], Cause | None]]] = {

@@ -27,7 +27,7 @@ from appliance.launch import resume as resuming
 from appliance.launch.side_job import folder_elsewhere, new_folder, raise_on_errors, run_child, stop_on_errors
 from appliance.launch.train import Stage, run_training
 from appliance.plan.derive import steps_of
-from appliance.preflight.report import as_json, examine, lines, load_judged, print_plan
+from appliance.preflight.report import examine, finding_lines, findings_as_json, load_judged, print_plan
 from appliance.recipe.load import to_yaml
 from appliance.recipe.schema import NAME_PATTERN, Recipe
 from appliance.recipe.text import full_path
@@ -225,12 +225,12 @@ def run_check(
     if not json_mode:
         its = "it" if recipe.cluster.nodes == 1 else "its part; other hosts are judged when they join a training"
         can = [] if has_error(findings) else [f"{name_or_path}: this host can run {its}"]
-        console.show("\n".join([*lines(findings), *can]))
+        console.show("\n".join([*finding_lines(findings), *can]))
     raise_on_errors(findings)
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:
-    console.out(json.dumps({"schema_version": 1, "findings": as_json(findings)}, indent=2))
+    console.out(json.dumps({"schema_version": 1, "findings": findings_as_json(findings)}, indent=2))
 
 
 def new_run_dir(recipe: Recipe, *, name: str | None) -> Path:

@@ -49,7 +49,7 @@ class Outcome:
 DONE = Outcome(RunStatus.DONE, exit_code=0)
 
 
-def interrupted(
+def interrupted_outcome(
     names: Sequence[str], *, stop: Event | None = None, training: bool = False, saved_step: int = 0
 ) -> Outcome:
     """Return the outcome of a run that signals stopped. names: the signals that came, in their order.  stop: the
@@ -72,7 +72,7 @@ def interrupted(
     return Outcome(RunStatus.STOPPED, exit_code=Interrupted.exit_code, reason=reason, advice=(reason,))
 
 
-def failed(child: Child, *, returncode: int, state: RunState, log_tail: str, log: str, run: str) -> Outcome:
+def failed_outcome(child: Child, *, returncode: int, state: RunState, log_tail: str, log: str, run: str) -> Outcome:
     """Return the outcome of a child that failed: what it reported first, then what its exit code and its log show.
     returncode: negative for a signal, 0 for a child that ended well without its result.  log, run: paths to show."""
     failure, next_line = state.failure, f"next: appliance logs {run}"

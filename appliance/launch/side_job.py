@@ -21,7 +21,7 @@ from pathlib import Path
 from appliance import console
 from appliance.errors import ApplianceError, EngineError, PreflightError, error_class, refuse_faults
 from appliance.files import is_full
-from appliance.finding import Finding, Severity, lines
+from appliance.finding import Finding, Severity, finding_lines
 from appliance.plan.host import HostFacts
 from appliance.preflight.checks import judge
 from appliance.preflight.inputs import read_inputs
@@ -196,7 +196,7 @@ def stop_on_errors(findings: list[Finding]) -> None:
     """Show the findings that are more than information. Raises RecipeError when the recipe has a fault,
     PreflightError when one is another error."""
     refuse_faults(findings)
-    for line in lines([each for each in findings if each.severity is not Severity.INFO]):
+    for line in finding_lines([each for each in findings if each.severity is not Severity.INFO]):
         console.say(line)
     raise_on_errors(findings)
 

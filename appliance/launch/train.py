@@ -21,7 +21,7 @@ from appliance import console
 from appliance.errors import ApplianceError, EngineError, PreflightError, TrainingError
 from appliance.files import is_full
 from appliance.finding import Finding, Severity
-from appliance.launch.outcome import DONE, Child, Outcome, failed, interrupted
+from appliance.launch.outcome import DONE, Child, Outcome, failed_outcome, interrupted_outcome
 from appliance.launch.resume import Resume, begin_attempt
 from appliance.launch.subreaper import SubreaperReport
 from appliance.launch.supervise import GracefulStop, supervise
@@ -264,7 +264,7 @@ class _Training:
         ray_token: Path | None = None,
     ) -> Outcome:
         if self._interrupts.names:
-            return interrupted(self._interrupts.names, saved_step=self._saved_step)
+            return interrupted_outcome(self._interrupts.names, saved_step=self._saved_step)
         forget_stop(self._session.run_dir)
         log = self._session.log_dir / f"{child.name}.log"
         try:
@@ -317,7 +317,7 @@ class _Training:
         if returncode == 0 and is_done:
             return DONE
         if self._interrupts.names and (self.state.failure is None or self.state.stop is not None):
-            return interrupted(
+            return interrupted_outcome(
                 self._interrupts.names,
                 stop=self.state.stop,
                 training=child.name == "train",
@@ -326,7 +326,7 @@ class _Training:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
             log_tail = file.read().decode(errors="replace")
-        return failed(
+        return failed_outcome(
             child,
             returncode=returncode,
             state=self.state,

@@ -14,10 +14,10 @@ from appliance.page.svg import (
     Axis,
     Chart,
     ChartMark,
+    empty_chart,
     figure,
     frame,
     hover_data,
-    nothing,
     vertical_mark,
     x_axis,
     x_ticks,
@@ -34,7 +34,7 @@ def stacked_chart(
     """Draw areas that lie on one another. rows: (x, a part for each name, >= 0), x ascending. The parts of a row lie on
     one another."""
     if not rows:
-        return nothing(chart)
+        return empty_chart(chart)
     rows = [*rows, (rows[0][0] + 1, rows[0][1])] if len(rows) == 1 else rows
     horizontal = x_axis(chart, [x for x, _ in rows])
     vertical = Axis(0.0, max(max(sum(parts) for _, parts in rows) * 1.05, 1e-9), chart.height - BOTTOM, TOP)
@@ -93,14 +93,14 @@ def time_chart(chart: Chart, lanes: Sequence[Lane], *, seconds: float, colours: 
 
 
 def _bands(bands: Sequence[Band], axis: Axis, *, top: float) -> Iterator[str]:
-    for band in merged(bands, least=_NARROWEST * (axis.high - axis.low) / (axis.end - axis.start)):
+    for band in merge_bands(bands, least=_NARROWEST * (axis.high - axis.low) / (axis.end - axis.start)):
         x, width = axis.at(band.start), axis.at(band.end) - axis.at(band.start)
         box = f'x="{x:.1f}" y="{top + 2}" width="{max(width, 0.5):.1f}" height="{_LANE - 5}"'
         title = f"<title>{html.escape(band.name)}</title>"
         yield f'<rect class="band" {box} style="fill:var(--c{band.colour % NUM_COLOURS})">{title}</rect>'
 
 
-def merged(bands: Sequence[Band], *, least: float) -> list[Band]:
+def merge_bands(bands: Sequence[Band], *, least: float) -> list[Band]:
     """Merge neighbours of one kind; then merge each band shorter than `least` seconds with what follows, as the
     activity that took most of that time."""
     groups: list[list[Band]] = []

@@ -89,7 +89,7 @@ def line_chart(chart: Chart, series: Sequence[Series]) -> str:
     drawn = [_positive(curve) if chart.logarithmic else curve for curve in series]
     drawn = [curve for curve in drawn if curve.last is not None]
     if not drawn:
-        return nothing(chart)
+        return empty_chart(chart)
     horizontal, vertical = x_axis(chart, [point[0] for curve in drawn for point in curve.points]), _y_axis(chart, drawn)
     parts = [*frame(chart, horizontal, vertical)]
     for curve in drawn:
@@ -102,7 +102,7 @@ def line_chart(chart: Chart, series: Sequence[Series]) -> str:
     return figure(chart, parts, legend=legend, hover=hover, newest=drawn[0].last if len(series) == 1 else None)
 
 
-def nothing(chart: Chart) -> str:
+def empty_chart(chart: Chart) -> str:
     return f'<figure class="empty">{_caption(chart)}<p>nothing to show yet</p></figure>'
 
 
@@ -118,7 +118,7 @@ def _y_axis(chart: Chart, series: Sequence[Series]) -> Axis:
     if chart.from_zero:
         values.append(0.0)
     scale = math.log10 if chart.logarithmic else float
-    low, high = padded(scale(max(min(values), SMALLEST)) if chart.logarithmic else min(values), scale(max(values)))
+    low, high = pad_range(scale(max(min(values), SMALLEST)) if chart.logarithmic else min(values), scale(max(values)))
     low = 0.0 if chart.from_zero and min(values) >= 0 else low
     return Axis(low, high, chart.height - BOTTOM, TOP, chart.logarithmic)
 
@@ -192,8 +192,8 @@ def interval_chart(title: str, rows: Sequence[tuple[str, float, float, float, in
     height = TOP + 24 * len(rows) + BOTTOM
     chart = Chart(title, height=height)
     if not rows:
-        return nothing(chart)
-    low, high = padded(min(-margin, *(row[2] for row in rows)), max(margin, *(row[3] for row in rows)))
+        return empty_chart(chart)
+    low, high = pad_range(min(-margin, *(row[2] for row in rows)), max(margin, *(row[3] for row in rows)))
     axis = Axis(low, high, 150, WIDTH - RIGHT)
     bottom = height - BOTTOM
     parts = [
@@ -386,7 +386,7 @@ class Axis:
         return log_ticks(self.low, self.high) if self.logarithmic else ticks(self.low, self.high)
 
 
-def padded(low: float, high: float) -> tuple[float, float]:
+def pad_range(low: float, high: float) -> tuple[float, float]:
     """Move both ends out a little, so that no curve lies on the frame and a constant has a place."""
     room = 0.05 * (high - low) or max(abs(high) * 0.1, 0.05)
     return low - room, high + room

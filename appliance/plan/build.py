@@ -396,9 +396,9 @@ def _note_task(recipe: Recipe, *, weights: WeightsPlan, date: str, book: derive.
 def _plan_steps(recipe: Recipe, *, book: derive.Book) -> int:
     """Return the steps of the training. Noted with when it saves and validates, and with its attention."""
     steps = book.note("trainer.steps", *derive.steps_of(recipe))
-    book.note("checkpoint.every_steps", *derive.saves(recipe.checkpoint, steps=steps))
+    book.note("checkpoint.every_steps", *derive.plan_saves(recipe.checkpoint, steps=steps))
     book.note("trainer.attention", *derive.attention_of(recipe))
-    book.note("trainer.validate_every", *derive.every(recipe.trainer.validate_every, steps=steps))
+    book.note("trainer.validate_every", *derive.plan_interval(recipe.trainer.validate_every, steps=steps))
     return steps
 
 

@@ -91,13 +91,13 @@ def steps_of(recipe: Recipe) -> tuple[int, str]:
     return epochs * per_epoch, f"{counted(epochs, 'epoch')} x {size} // {counted(prompts, 'prompt')}"
 
 
-def every(given: int, *, steps: int) -> tuple[int, str]:
+def plan_interval(given: int, *, steps: int) -> tuple[int, str]:
     return (given, "as given, and at the end") if given else (steps, "only at the end")
 
 
-def saves(checkpoint: Checkpoint, *, steps: int) -> tuple[int, str]:
+def plan_saves(checkpoint: Checkpoint, *, steps: int) -> tuple[int, str]:
     """Return (checkpoint.every_steps, why, with the other occasions of a save)."""
-    number, why = every(checkpoint.every_steps, steps=steps)
+    number, why = plan_interval(checkpoint.every_steps, steps=steps)
     others = [f"every {checkpoint.every_minutes:g} minutes"] if checkpoint.every_minutes else []
     others += ["at the best validation so far"] if checkpoint.keep_best else []
     return number, ", ".join([why if checkpoint.every_steps else "at the end", *others]) if others else why
@@ -119,7 +119,7 @@ def plan_trainer(recipe: Recipe, *, is_cpu: bool, steps: int, book: Book) -> Tra
     if trainer.dtype is Dtype.FP16:
         book.note("trainer.dtype", trainer.dtype, _IN_FP16)
     source = book.note("trainer.old_log_probs", *old_log_probs_of(recipe, is_cpu=is_cpu))
-    validate_every, _ = every(trainer.validate_every, steps=steps)
+    validate_every, _ = plan_interval(trainer.validate_every, steps=steps)
     return trainer.replace(steps=steps, validate_every=validate_every, old_log_probs=source)
 
 

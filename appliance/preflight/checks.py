@@ -58,7 +58,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts, knows_device: b
     knows_device: whether the plan is for the device that the recipe means; else nothing is judged that depends on it.
     """
     model_bytes = bytes_in_bf16(inputs.model_shape, in_files=inputs.model_bytes)
-    schemes = list(device.schemes(plan, host))
+    schemes = list(device.judge_planned_schemes(plan, host))
     is_slow = any(each.code == "scheme-slow" for each in schemes)  # said once, unless `bench` has measured it
     may_gain = inputs.stored is not None or not is_slow
 
@@ -72,21 +72,21 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts, knows_device: b
         # Who may not write the run root may not write the cache in it: one cause, one finding.
         judge_access(replace(inputs.access, cache_problem="") if host.run_root_problem else inputs.access),
         of_the_device(_libraries(plan, host)),
-        of_the_device(device.gpus(plan, host)),
-        device.attention(plan, host),
+        of_the_device(device.judge_gpus(plan, host)),
+        device.judge_attention(plan, host),
         of_the_device(schemes),
-        device.groups(plan, inputs.model_shape),
-        of_the_device(device.experts(plan, host=host, shape=inputs.model_shape)),
+        device.judge_scale_groups(plan, inputs.model_shape),
+        of_the_device(device.judge_experts(plan, host=host, shape=inputs.model_shape)),
         _profile_and_uaq(inputs),
-        device.flow(plan, shape=inputs.model_shape),
+        device.judge_one_flow(plan, shape=inputs.model_shape),
         of_the_device(judge_mismatch(plan, expected=inputs.expected, shape=inputs.model_shape, stored=inputs.stored)),
         _model(plan, inputs),
         _shape(plan, inputs),
         _vocabulary(inputs),
-        of_the_device(device.parallel(plan, inputs.model_shape)),
-        of_the_device(device.memory(plan, host, inputs.model_shape)),
+        of_the_device(device.judge_parallel(plan, inputs.model_shape)),
+        of_the_device(device.judge_gpu_memory(plan, host, inputs.model_shape)),
         _data(plan, inputs),
-        of_the_device(device.gain(plan, shape=inputs.model_shape, stored=inputs.stored))
+        of_the_device(device.judge_gain(plan, shape=inputs.model_shape, stored=inputs.stored))
         if may_gain and (plan.is_cpu or host.gpus)
         else (),
         _folder(host),
@@ -108,7 +108,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts, knows_device: b
             num_gpus=len(host.gpus),
             writable=not host.run_root_problem,
         ),
-        of_the_device(device.guard(plan, inputs.model_shape)),
+        of_the_device(device.judge_guard(plan, inputs.model_shape)),
     )
     return [finding for check in checks for finding in check]
 
@@ -122,8 +122,8 @@ def judge_node(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> list
     checks = (
         judge_limits(host.limits, cores=host.cores),
         _libraries(plan, host),
-        device.attention(plan, host),
-        device.offloaded(plan, host, shape),
+        device.judge_attention(plan, host),
+        device.judge_offloaded_state(plan, host, shape),
         _folder(host),
         _memory(plan, host, shape),
         _shared_memory(plan, host, shape),

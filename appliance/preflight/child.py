@@ -22,7 +22,7 @@ _NOTE_AFTER_S = 20.0
 
 class EarlyChild:
     """A child that is started (`start`) where there is something to do, and whose report is read later (`hear`). It
-    reports by `voice` of tasks/user_code.py."""
+    reports by `open_voice` of tasks/user_code.py."""
 
     def __init__(self, *, doing: str) -> None:
         """doing: what it does, for people who wait for it."""

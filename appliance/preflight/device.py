@@ -32,7 +32,7 @@ _LONG_RESPONSE = 4096  # tokens; DAPO's are up to 20480, GSM8K's a few hundred
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's attention on a CPU is made for
 
 
-def gpus(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+def judge_gpus(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if plan.is_cpu:
         return
     remedy = f"run it on a host with {plan.cluster.gpus_per_node} x `{plan.cluster.device}`"
@@ -47,13 +47,13 @@ def gpus(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
         yield error("wrong-gpu", "cluster.device", message, remedy)
 
 
-def attention(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+def judge_attention(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     if plan.trainer.attention is FLASH and FLASH_PACKAGE not in host.packages:
         message = f"`{FLASH}` needs the package flash-attn, which is not installed"
         yield error("flash-attention", "trainer.attention", message, "remove it: `auto` needs no package")
 
 
-def parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
+def judge_parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
     """Check that heads and columns can be shared by ranks: verl checks the heads when its workers have started, vLLM
     after the weights are loaded, or at its first token."""
     if shape is None or not shape.heads:
@@ -82,7 +82,7 @@ _WHILE = {
 }
 
 
-def memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
+def judge_gpu_memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
     """Judge the memory of the GPUs at the worst moment. Only where the weights alone are too much is it an error; the
     rest is by rule of thumb."""
     short = [moment for moment in moments(plan, shape) if moment.short] if shape else []
@@ -95,10 +95,10 @@ def memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator
         yield Finding(severity, "gpu-memory", ("cluster.device",), message, remedy)
     if shape:
         yield from _engine(plan, shape)
-    yield from offloaded(plan, host, shape)
+    yield from judge_offloaded_state(plan, host, shape)
 
 
-def offloaded(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
+def judge_offloaded_state(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
     """Judge the trainer's state that lies in each host's own memory."""
     needed = host_bytes(plan, shape) if shape and is_estimated(plan, shape) else 0
     if host.gpus and needed > host.memory_bytes:
@@ -132,7 +132,7 @@ def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
     yield Finding(severity, "engine-memory", ("guard.reserve_bf16",), message, remedy)
 
 
-def schemes(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
+def judge_planned_schemes(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
     mixed = len(set(plan.rollout.replicas)) > 1
     place = "rollout.replicas" if mixed else "rollout.scheme"
     for replica in dict.fromkeys(plan.engines):
@@ -150,7 +150,7 @@ def schemes(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
             yield warning("scheme-slow", place, message, "use `auto` or `bf16`")
 
 
-def groups(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
+def judge_scale_groups(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
     """Find layers that a scheme with scales of groups cannot quantise. Where `ignore` keeps some layers in BF16, the
     engine decides."""
     scheme = next((scheme for scheme in plan.rollout.replicas if scheme.spec.scales is Scales.GROUP), None)
@@ -171,7 +171,7 @@ def groups(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
         yield error("groups", "rollout.scheme", f"`{scheme}`: {reasons[0]}", remedy)
 
 
-def guard(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
+def judge_guard(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
     yield from _live(plan, shape)
     yield from _finer(plan, shape)
 
@@ -210,7 +210,7 @@ def _live(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
         yield error("guard-scheme", "guard.scheme_change", message, "set it to `restart`")
 
 
-def experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
+def judge_experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
     """Judge the experts of a model. shape: None where the model is built in, or not known yet. A model of the hub may
     turn out to have experts."""
     if shape is None or not shape.has_experts:
@@ -238,7 +238,7 @@ def experts(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> Iter
             yield error("experts", "model.path", message, remedy)
 
 
-def gain(plan: RunPlan, *, shape: ModelShape | None, stored: StoredResult | None) -> Iterator[Finding]:
+def judge_gain(plan: RunPlan, *, shape: ModelShape | None, stored: StoredResult | None) -> Iterator[Finding]:
     """Judge whether quantising makes rollouts faster. shape: None where it is not known yet.  stored: the result of
     `bench` that counts for this plan."""
     scheme = plan.rollout.scheme
@@ -258,8 +258,8 @@ def gain(plan: RunPlan, *, shape: ModelShape | None, stored: StoredResult | None
         )
 
 
-def flow(plan: RunPlan, *, shape: ModelShape | None) -> Iterator[Finding]:
-    """Find what the rollouts' forward does not compute, where the trainer uses it. shape: as for `gain`."""
+def judge_one_flow(plan: RunPlan, *, shape: ModelShape | None) -> Iterator[Finding]:
+    """Find what the rollouts' forward does not compute, where the trainer uses it. shape: as for `judge_gain`."""
     if plan.trainer.one_flow and shape and (why := shape.beyond_one_flow or _other_forward(shape)):
         message = f"`rollout` does not know {why}, which {plan.model.given_name} asks for"
         yield error("forward", "trainer.forward", message, "use `bf16`")

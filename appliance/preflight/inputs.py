@@ -206,7 +206,7 @@ def _read(
         model_damage=model_damage,
         has_chat_template=has_template,
         # Where the commit is not known, of `main`: what stands against the revision is told by revision_problem.
-        model_problem=hub.refusal(name, revision=commit) if asks and needs_model and not hub_problem else "",
+        model_problem=hub.model_refusal(name, revision=commit) if asks and needs_model and not hub_problem else "",
         revision_problem=_revision_problem(plan) if ask_hub else "",
         reward_problem=no_rewards or reward,
         tool_faults=tool_faults(plan, template=may_look or cached) if asks_code else no_tools,

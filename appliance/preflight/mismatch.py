@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.finding import Finding, Severity, warning
-from appliance.quant.choice import Candidate, candidates_of, fewest
+from appliance.quant.choice import Candidate, candidates_of, choose_fewest
 from appliance.quant.files import is_by_own_samples, read_file_header
 from appliance.record.plan import RunPlan
 from appliance.terms.counts import counted
@@ -127,7 +127,7 @@ def _budget(plan: RunPlan, *, expected: Expected, stored: StoredResult | None) -
     key = f"`quantization.mismatch_budget: {budget:g}`"
     if plan.profile is not None and plan.profile.source:
         key += " in place of `quantization.profile`"
-    chosen = fewest(expected.candidates, kl=expected.kl, budget=budget)
+    chosen = choose_fewest(expected.candidates, kl=expected.kl, budget=budget)
     if not chosen:
         return f"{key} keeps as many layers in BF16 as that takes"
     part = (expected.kept_multiplications + sum(layer.multiplications for layer in chosen)) / expected.multiplications

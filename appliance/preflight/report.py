@@ -10,7 +10,7 @@ from pathlib import Path
 
 from appliance import console, hub
 from appliance.errors import RecipeError
-from appliance.finding import Finding, as_json, lines
+from appliance.finding import Finding, finding_lines, findings_as_json
 from appliance.plan.build import OriginalPlan, build_plan, planned_recipe, resolve
 from appliance.plan.host import HostFacts
 from appliance.plan.model_shape import model_shape
@@ -159,11 +159,11 @@ def print_plan(plan: RunPlan, *, recipe: Recipe, findings: list[Finding], json_m
     """Print a plan on stdout, with its findings. full: with the resolved recipe and the child."""
     if json_mode:
         document = {"schema_version": 1, "recipe": to_plain(recipe), "plan": plan.model_dump(mode="json")}
-        console.out(json.dumps({**document, "findings": as_json(findings)}, indent=2))
+        console.out(json.dumps({**document, "findings": findings_as_json(findings)}, indent=2))
         return
     needs = estimates(plan, model_bytes=model_bytes(plan), shape=model_shape(plan.model, weights=plan.weights))
     text, columns = to_yaml(recipe) if full else "", console.columns()
-    console.show(plan_text(plan, needs=needs, findings=lines(findings), recipe_yaml=text, columns=columns))
+    console.show(plan_text(plan, needs=needs, findings=finding_lines(findings), recipe_yaml=text, columns=columns))
 
 
 def plan_text(

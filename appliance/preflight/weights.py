@@ -19,7 +19,7 @@ from appliance.finding import Finding, error, warning
 from appliance.preflight.child import REMEDY_OF_LATE, WITHIN_S, EarlyChild
 from appliance.processes import module_argv
 from appliance.record.plan import WeightsPlan
-from appliance.tasks.user_code import voice
+from appliance.tasks.user_code import open_voice
 
 _CHILD = "appliance.preflight.weights"
 _HELD = "its weights could not be checked against its config.json"
@@ -104,7 +104,7 @@ def judge_weights(facts: WeightsFacts, *, model: str) -> Iterator[Finding]:
 def main() -> int:
     from appliance.quant.loading import ask_transformers  # loads torch
 
-    say = voice()
+    say = open_voice()
     say("loading", asdict(ask_transformers(Path(sys.argv[1]), trust_remote_code=sys.argv[2] == "True")))
     return 0
 

@@ -25,7 +25,7 @@ from appliance.profile.job import (
     model_folder,
 )
 from appliance.quant.calibrate import calibrate
-from appliance.quant.checkpoint import ModelTensors, StreamedModel, unprofiled
+from appliance.quant.checkpoint import ModelTensors, StreamedModel, why_unprofiled
 from appliance.quant.files import PROFILE_FILE, NotSmoothed, place_profile
 from appliance.quant.own_samples import ProfileSample, ProfileSampling, draw_samples
 from appliance.quant.profile import Origin, Profile, Settings, Smoothing, write_profile
@@ -55,7 +55,7 @@ def calibrated(job: ProfileJob, folder: Path, origin: Origin) -> Profile:
     settings = Settings(**job.model_dump(include={field.name for field in dataclasses.fields(Settings)}))
     trust = job.trust_remote_code
     is_measured = settings.mismatch_budget is not None
-    architecture, reason = unprofiled(folder, is_measured=is_measured, trust_remote_code=trust)
+    architecture, reason = why_unprofiled(folder, is_measured=is_measured, trust_remote_code=trust)
     if reason:
         reasons = (NotSmoothed(architecture, reason),)
         return Profile(origin, job.scheme, settings, Smoothing(()), architecture=architecture, not_smoothed=reasons)

@@ -184,7 +184,7 @@ def _build(folder: Path, *, trust_remote_code: bool) -> _Built:
     return _Built(model, config.model_type, family=family, architecture=architecture, problem=problem)
 
 
-def unprofiled(folder: Path, *, is_measured: bool, trust_remote_code: bool = False) -> tuple[str, str]:
+def why_unprofiled(folder: Path, *, is_measured: bool, trust_remote_code: bool = False) -> tuple[str, str]:
     """Return (class, reason) of a model without a row in the list of families whose layers cannot be run one by one,
     so that nothing is measured for its profile; empty texts of every other.
 
@@ -274,7 +274,7 @@ class StreamedModel:
         for start, rows in self.checkpoint.rows("model.embed_tokens.weight"):
             inside = (word_U >= start) & (word_U < start + rows.shape[0])
             row_UH[inside] = rows[word_U[inside] - start]
-        place(self._embedding, "weight", nn.Parameter(row_UH, requires_grad=False))
+        place_parameter(self._embedding, "weight", nn.Parameter(row_UH, requires_grad=False))
         return self._embedding(place_BT)
 
     def layer_calls(self, embedded_BTH: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
@@ -337,14 +337,16 @@ class StreamedModel:
         layer, prefix = self._layers[index], f"model.layers.{index}."
         for name, parameter in list(layer.named_parameters()):
             value = self._parameter(prefix + name, shape=tuple(parameter.shape))
-            place(layer, name, self.checkpoint.ledger.enter(nn.Parameter(value, requires_grad=False)))
+            place_parameter(layer, name, self.checkpoint.ledger.enter(nn.Parameter(value, requires_grad=False)))
             del value
         self._beat()
         try:
             yield layer
         finally:
             for name, parameter in list(layer.named_parameters()):
-                place(layer, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
+                place_parameter(
+                    layer, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+                )
 
     @torch.no_grad()
     def final_norm(self, hidden_BTH: Tensor) -> Tensor:
@@ -362,7 +364,7 @@ class StreamedModel:
     def _with_norm(self) -> nn.Module:
         for name, parameter in list(self._norm.named_parameters()):
             value = self._parameter(f"model.norm.{name}", shape=tuple(parameter.shape))
-            place(self._norm, name, self.checkpoint.ledger.enter(nn.Parameter(value, requires_grad=False)))
+            place_parameter(self._norm, name, self.checkpoint.ledger.enter(nn.Parameter(value, requires_grad=False)))
         return self._norm
 
     @property
@@ -409,7 +411,7 @@ def _fill_buffers(model: Any, module: nn.Module) -> None:
     model._init_weights(module)
 
 
-def place(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def place_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Make a parameter the module's own under that name, which may be of a module below."""
     path, _, last = name.rpartition(".")
     module.get_submodule(path)._parameters[last] = parameter

@@ -51,7 +51,7 @@ def candidates_of(layers: Iterable[Mapping[str, Any]]) -> list[Candidate]:
     ]
 
 
-def fewest(
+def choose_fewest(
     candidates: Sequence[Candidate], *, kl: float, budget: float, measured: Mapping[float, float] | None = None
 ) -> tuple[Candidate, ...]:
     """Choose the layers to keep in BF16, the most useful first. kl: nats per token with none of them kept.  budget: at
@@ -83,13 +83,13 @@ def _contributed(layers: Iterable[Candidate], *, total: float) -> float:
     return sum(candidate.contribution for candidate in layers) / total if total > 0 else 0.0
 
 
-def share(layers: Iterable[Candidate], *, candidates: Iterable[Candidate]) -> float:
+def share_in_bf16(layers: Iterable[Candidate], *, candidates: Iterable[Candidate]) -> float:
     """Return the share of the multiplications that could be quantised and stay in BF16, 0..1."""
     total = sum(candidate.multiplications for candidate in candidates)
     return sum(candidate.multiplications for candidate in layers) / total if total else 0.0
 
 
-def meet(
+def meet_budget(
     candidates: Sequence[Candidate],
     *,
     all_quantised: Predicted,
@@ -105,12 +105,12 @@ def meet(
     total = sum(candidate.contribution for candidate in candidates)
     points: dict[float, float] = {}
     for _ in range(_TRIALS):
-        chosen = fewest(candidates, kl=all_quantised.kl, budget=_AIM * budget, measured=points)
+        chosen = choose_fewest(candidates, kl=all_quantised.kl, budget=_AIM * budget, measured=points)
         names = frozenset(name for candidate in chosen for name in candidate.layer)
         if names in tried:
             break
         measured = measure(names)
-        tried[names] = (share(chosen, candidates=candidates), measured)
+        tried[names] = (share_in_bf16(chosen, candidates=candidates), measured)
         if _NEAR_ENOUGH * budget <= measured.kl <= budget:
             break
         points[_contributed(chosen, total=total)] = measured.kl

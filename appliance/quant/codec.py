@@ -151,7 +151,7 @@ def require_finite(absmax: Tensor, *, tensor_name: str) -> Tensor:
     return absmax
 
 
-def divided(absmax: Tensor, *, steps: float) -> Tensor:
+def divide_absmax(absmax: Tensor, *, steps: float) -> Tensor:
     """Return absmax / steps in float32, by one true division: dividing by a Python number may be lowered to multiplying
     by its reciprocal."""
     return absmax / torch.tensor(steps, dtype=torch.float32, device=absmax.device)

@@ -43,7 +43,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from appliance.quant.codec import Codec, QuantisedWeight, block_absmax, chunk_rows, divided, require_finite, row_absmax
+from appliance.quant.codec import (
+    Codec,
+    QuantisedWeight,
+    block_absmax,
+    chunk_rows,
+    divide_absmax,
+    require_finite,
+    row_absmax,
+)
 from appliance.terms.schemes import BLOCK, Scales, Scheme
 
 FP8_MAX = 448.0
@@ -67,8 +75,8 @@ def fp8_scale(absmax: Tensor, *, scheme: Scheme) -> Tensor:
     """Return the scale of a weight by the largest magnitudes of its blocks."""
     scales = scheme.spec.scales
     if scales is Scales.BLOCK:
-        return divided(absmax.clamp_min(_BLOCK_FLOOR), steps=FP8_MAX)
-    scale = divided(absmax, steps=FP8_MAX)
+        return divide_absmax(absmax.clamp_min(_BLOCK_FLOOR), steps=FP8_MAX)
+    scale = divide_absmax(absmax, steps=FP8_MAX)
     return scale if scales is Scales.TENSOR else _with_row_floor(scale)
 
 
@@ -115,9 +123,9 @@ def quantise_fp8_tokens(tokens_MK: Tensor, *, scheme: Scheme, finite: bool = Tru
     if finite:
         require_finite(absmax, tensor_name="an activation")
     if in_blocks:
-        scale = divided(absmax.clamp_min(_GROUP_FLOOR), steps=FP8_MAX)
+        scale = divide_absmax(absmax.clamp_min(_GROUP_FLOOR), steps=FP8_MAX)
     else:
-        scale = _with_row_floor(divided(absmax, steps=FP8_MAX))
+        scale = _with_row_floor(divide_absmax(absmax, steps=FP8_MAX))
     codes_MK = _codes(tokens_MK, scale=scale, block=block, divide=True)
     return QuantisedWeight(codes_NK=codes_MK, scale=scale, block=block, scheme=scheme)
 
@@ -141,7 +149,7 @@ def transposed(weight: QuantisedWeight) -> QuantisedWeight:
 def dequantise_fp8(quantised: QuantisedWeight) -> Tensor:
     """Dequantise to [N, K] float32."""
     codes_NK, block = quantised.codes_NK, quantised.block
-    scale = spread(quantised.scale, block=(1, block[1]), shape=tuple(codes_NK.shape))  # columns only
+    scale = spread_scale(quantised.scale, block=(1, block[1]), shape=tuple(codes_NK.shape))  # columns only
     is_finite = bool(torch.isfinite(quantised.scale).all())
     values_NK = torch.empty(codes_NK.shape, dtype=torch.float32, device=codes_NK.device)
     rows = _rows_at_once(codes_NK, block=block)
@@ -161,7 +169,7 @@ def widened_fp8(codes_NK: Tensor) -> Tensor:
     return bits_NK.view(torch.bfloat16).float().mul_(2.0**120)
 
 
-def spread(scale: Tensor, *, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+def spread_scale(scale: Tensor, *, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
     """Return the scale of each element, as far as broadcasting does not do it: rows and columns of 1 stay 1."""
     for dim in (0, 1):
         if scale.shape[dim] > 1 and block[dim] > 1:
@@ -174,7 +182,7 @@ def _codes(values_NK: Tensor, *, scale: Tensor, block: tuple[int, int], divide: 
     larger ones."""
     factor = scale if divide else reciprocals(scale)
     overflows = not divide and bool(factor.isinf().any())
-    factor = spread(factor, block=(1, block[1]), shape=tuple(values_NK.shape))  # columns only
+    factor = spread_scale(factor, block=(1, block[1]), shape=tuple(values_NK.shape))  # columns only
     codes_NK = torch.empty(values_NK.shape, dtype=FP8_DTYPE, device=values_NK.device)
     rows = _rows_at_once(values_NK, block=block)
     operation = torch.div if divide else torch.mul

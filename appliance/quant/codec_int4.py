@@ -31,7 +31,7 @@ from appliance.quant.codec import (
     all_finite,
     block_absmax,
     chunk_rows,
-    divided,
+    divide_absmax,
     require_finite,
 )
 from appliance.terms.schemes import Scheme, group_size
@@ -56,7 +56,7 @@ def quantise_int4(weight_NK: Tensor, *, scheme: Scheme = Scheme.INT4, absmax: Te
 
 def int4_scale(absmax_NG: Tensor) -> Tensor:
     """Return the scales, [N, G] float32, each a BF16 number."""
-    return divided(absmax_NG, steps=_STEPS).to(torch.bfloat16).float()
+    return divide_absmax(absmax_NG, steps=_STEPS).to(torch.bfloat16).float()
 
 
 def divisor_of(scale_NG: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from appliance.quant.codec import Codec, QuantisedWeight, chunk_rows, divided, require_finite, row_absmax
+from appliance.quant.codec import Codec, QuantisedWeight, chunk_rows, divide_absmax, require_finite, row_absmax
 from appliance.terms.schemes import Scheme
 
 INT8_MAX = 127
@@ -46,7 +46,7 @@ def quantise_int8_tokens(tokens_MK: Tensor, *, scheme: Scheme = Scheme.INT8) -> 
 
 
 def _by_absmax(weight_NK: Tensor, absmax: Tensor) -> QuantisedWeight:
-    scale_N1 = divided(absmax, steps=float(INT8_MAX))
+    scale_N1 = divide_absmax(absmax, steps=float(INT8_MAX))
     codes_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=weight_NK.device)
     rows = chunk_rows(weight_NK)
     for start in range(0, weight_NK.shape[0], rows):

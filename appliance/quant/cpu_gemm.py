@@ -41,7 +41,7 @@ from torch.nn.functional import linear, pad
 
 from appliance.errors import NumericsError
 from appliance.quant.codec import QuantisedWeight, all_finite
-from appliance.quant.codec_fp8 import quantise_fp8_tokens, row_blocks, spread, widened_fp8
+from appliance.quant.codec_fp8 import quantise_fp8_tokens, row_blocks, spread_scale, widened_fp8
 from appliance.quant.codec_int8 import int8_rows, quantise_int8
 
 LONGEST_PACKED_ROW = 8960
@@ -309,7 +309,7 @@ def fp8_product(left: QuantisedWeight, right: QuantisedWeight) -> Tensor:
     left_MK, product_MN = widened_fp8(left.codes_NK).double(), []
     for part in row_blocks(right):
         right_RK = widened_fp8(part.codes_NK).double()
-        scale_BR = spread(part.scale, block=(part.block[0], 1), shape=(len(right_RK), -1)).double().t()
+        scale_BR = spread_scale(part.scale, block=(part.block[0], 1), shape=(len(right_RK), -1)).double().t()
         sums = []
         for own_TK, scale_TB in zip(left_MK.split(_AT_ONCE), left.scale.double().split(_AT_ONCE), strict=True):
             sum_TR: Tensor | None = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from appliance.quant.checkpoint import Ledger, StreamedModel, place
+from appliance.quant.checkpoint import Ledger, StreamedModel, place_parameter
 from appliance.quant.codec import QuantisedWeight, dequantise, quantise, quantise_tokens
 from appliance.quant.prediction import TokenBatch
 from appliance.quant.profile import Smoothing, SmoothingGroup, fold
@@ -114,7 +114,7 @@ class LayerView:
         for name, parameter in list(self.layer.named_parameters()):
             folded = fold(self.prefix + name, parameter, smoothing=smoothing)
             if folded is not parameter:
-                place(self.layer, name, self._ledger.enter(nn.Parameter(folded, requires_grad=False)))
+                place_parameter(self.layer, name, self._ledger.enter(nn.Parameter(folded, requires_grad=False)))
 
     def readers_of_head(self, unit: Unit) -> int:
         """Query heads whose values one head of the unit's source has; 1 where the source has no heads."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from appliance.quant.choice import candidates_of, meet
+from appliance.quant.choice import candidates_of, meet_budget
 from appliance.quant.contribution import Contributions, pass_back
 from appliance.quant.files import LayerError, Predicted, Settings
 from appliance.quant.layer_view import Views
@@ -62,7 +62,7 @@ class MismatchBudget:
         if budget is None or all_quantised.kl <= budget:
             return layers, all_quantised
         candidates = candidates_of(dataclasses.asdict(layer) for layer in layers if not layer.stays_in_bf16)
-        kept, predicted = meet(candidates, all_quantised=all_quantised, budget=budget, measure=self.measure)
+        kept, predicted = meet_budget(candidates, all_quantised=all_quantised, budget=budget, measure=self.measure)
         layers = [
             dataclasses.replace(layer, stays_in_bf16=layer.stays_in_bf16 or bool(kept & set(layer.layer)))
             for layer in layers

@@ -23,7 +23,7 @@ from numpy import float32, uint16, uint32
 from torch import Tensor
 
 from appliance.quant.codec import QuantisedWeight, require_finite
-from appliance.quant.codec_fp8 import fp8_scale, quantise_fp8, quantise_fp8_by, reciprocals, spread, weight_block
+from appliance.quant.codec_fp8 import fp8_scale, quantise_fp8, quantise_fp8_by, reciprocals, spread_scale, weight_block
 from appliance.quant.numba_beside_vllm import let_vllm_pass_llvmlite
 from appliance.quant.row_threads import for_parts_of_rows
 from appliance.terms.schemes import BLOCK, Scales, Scheme
@@ -69,7 +69,7 @@ def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -
         factor = reciprocals(scale)
         if bool(factor.isinf().any()):  # 0 * inf has its own rule, and weights of this size no use
             return quantise_fp8_by(weight_NK, scale=scale, scheme=scheme)
-        wide = spread(factor, block=(1, columns), shape=bits_NK.shape).expand(-1, bits_NK.shape[1])
+        wide = spread_scale(factor, block=(1, columns), shape=bits_NK.shape).expand(-1, bits_NK.shape[1])
         factor_RK = wide.contiguous().numpy()
 
         def some(part: slice) -> None:

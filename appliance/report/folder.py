@@ -23,7 +23,7 @@ from appliance.errors import RecipeError, SyncError
 from appliance.finding import fault
 from appliance.guard.policy import MismatchBounds
 from appliance.guard.signals import MismatchHealth
-from appliance.page.stacked import Band, merged
+from appliance.page.stacked import Band, merge_bands
 from appliance.page.svg import Thinned
 from appliance.record.attestations import Attestation, read_attestations
 from appliance.record.events import (
@@ -240,14 +240,14 @@ class EventHistory:
     def _close(self, end: float) -> None:
         self._bands[-1:] = self._last_until(end)
         if len(self._bands) > _MOST_BANDS:
-            self._bands = merged(self._bands, least=_LEAST_OF_ALL * (end - self.started))
+            self._bands = merge_bands(self._bands, least=_LEAST_OF_ALL * (end - self.started))
 
     def _last_until(self, end: float) -> list[Band]:
         """The last band and what has gone on since, one band where they are of one kind."""
         event = self._open
         if event is None or event.kind != "phase" or event.what not in _DOING_IN:
             return self._bands[-1:]
-        return merged([*self._bands[-1:], Band(event.time, end, _DOING_IN[event.what], 0)], least=0.0)
+        return merge_bands([*self._bands[-1:], Band(event.time, end, _DOING_IN[event.what], 0)], least=0.0)
 
     def doing(self, *, ended: float) -> list[Band]:
         """Return bands with the names of DOING, each from its first phase to a phase of another, to the failure or stop

@@ -131,7 +131,7 @@ def read_manifest(tensor: Tensor) -> Manifest:
         raise SyncError(f"weight update: the list of what was sent cannot be read: {error}") from error
 
 
-def directive(precision: Precision) -> Tensor:
+def precision_tensor(precision: Precision) -> Tensor:
     """Return the first tensor of an update that is not as planned, [bytes] uint8. Spaces fill its last 256 bytes: a
     transport that packs tensors one behind the other (vLLM's) leaves the next ones where they may be read as BF16."""
     text = precision.to_json().encode()

@@ -47,7 +47,7 @@ def grade(rewards: Sequence[RewardFunction], response: Response) -> Values:
     return [(each.name, each.weight, each.value(response)) for each in rewards]
 
 
-def weighed(values: Values) -> Graded:
+def weigh_rewards(values: Values) -> Graded:
     """Compute the weighted sum of the rewards that apply; a fault where a value is no finite number, or where no reward
     applies."""
     total, parts = 0.0, []
@@ -152,14 +152,14 @@ def set_metrics(name: str, graded: Sequence[Sequence[Graded]], *, first_reward: 
     """
     samples = len(graded[0])
     accuracies = [grade.accuracy for problem in graded for grade in problem]
-    passed = [sum(passes(each, first_reward=first_reward) for each in problem) for problem in graded]
+    passed = [sum(is_pass(each, first_reward=first_reward) for each in problem) for problem in graded]
     return {f"val/{name}/avg@{samples}": math.fsum(accuracies) / len(accuracies)} | {
         f"val/{name}/pass@{k}": math.fsum(pass_at(k, samples=samples, passed=each) for each in passed) / len(passed)
-        for k in tries(samples)
+        for k in sample_counts(samples)
     }
 
 
-def passes(graded: Graded, *, first_reward: str) -> bool:
+def is_pass(graded: Graded, *, first_reward: str) -> bool:
     """Tell whether the reward of that name (empty: the only one) applies and is at least 1."""
     return any(value >= PASSES for name, value in graded.parts if not first_reward or name == first_reward)
 
@@ -174,7 +174,7 @@ def pass_at(k: int, *, samples: int, passed: int) -> float:
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
-def tries(samples: int) -> Iterator[int]:
+def sample_counts(samples: int) -> Iterator[int]:
     """Yield the powers of two below the number of samples, and that number."""
     k = 1
     while k < samples:

@@ -16,7 +16,7 @@ from appliance.finding import Finding, fault
 from appliance.record.plan import TaskFiles
 from appliance.settings import sections
 from appliance.tasks import built_in, own_task
-from appliance.tasks.rewards import readers
+from appliance.tasks.rewards import truth_readers
 from appliance.tasks.task import PromptLimit, RewardFunction, Splits, TaskDefinition
 from appliance.terms.counts import counted
 from appliance.terms.shapes import ModelShape
@@ -196,7 +196,7 @@ def data_key(settings: sections.Task, *, files: TaskFiles, model: str) -> str:
         fields |= {"train": _fingerprint(settings.train_file), "val": _fingerprint(settings.val_file)}
     if settings.is_own:
         fields["own"] = {name: getattr(settings, name) or "" for name in _OF_OWN}
-        fields["readers"] = sorted(reward.function for _, reward, _ in readers(settings.named_rewards))
+        fields["readers"] = sorted(reward.function for _, reward, _ in truth_readers(settings.named_rewards))
         fields |= {"commit": files.commit} if files.commit else {}
         fields |= {"tools": files.sha256_of(settings.tools) or "unreadable"} if settings.tools else {}
     if files.date and not cuts_prompts:

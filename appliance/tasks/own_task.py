@@ -17,7 +17,7 @@ from typing import Any
 
 from appliance.record.plan import TaskFiles
 from appliance.settings import sections
-from appliance.tasks.rewards import answer_reader, load_rewards, unread
+from appliance.tasks.rewards import answer_reader, describe_unread, load_rewards
 from appliance.tasks.rows import Message, Problem, ProblemSet, Row, RowFault, Source, read_data_set, without_faults
 from appliance.tasks.task import DataFile, TaskDefinition
 from appliance.tasks.trial_answers import in_marks
@@ -48,7 +48,7 @@ class _DataSet(DataFile):
 def task(settings: sections.Task, *, files: TaskFiles) -> TaskDefinition:
     name, config = settings.data or "", settings.config or ""
     data_set = _DataSet("own-train", "train", name, "", config, settings.split, files.commit)
-    parts_of_row = functools.partial(as_given, settings=settings)
+    parts_of_row = functools.partial(prompt_and_truth, settings=settings)
     parse = functools.partial(parse_row, settings=settings, rewards=settings.named_rewards)
     return TaskDefinition(
         kind=KIND,
@@ -91,12 +91,12 @@ def parse_row(
             truth, form = answer_text(value), "an answer"  # some rows may have a list of answers and others one
         except ValueError as error:
             return f"the field `{path}` {error}, and the reward `{reader}` reads it", _how_to_answer(value, path=path)
-    if why := unread(truth, rewards=rewards):
+    if why := describe_unread(truth, rewards=rewards):
         return f"the field `{path}`{why}"
     return Problem(prompt, truth, tuple(before), json.dumps(row), form)
 
 
-def as_given(row: Row, *, settings: sections.Task) -> tuple[str | list[dict[str, str]], object]:
+def prompt_and_truth(row: Row, *, settings: sections.Task) -> tuple[str | list[dict[str, str]], object]:
     """Return (prompt, truth) for the reward functions of other trainers: the prompt as text, or as all the messages
     that the model reads where the row has chat messages; the truth as the row has it, None where it has none. row: that
     of a problem."""

@@ -22,7 +22,7 @@ from appliance.errors import EngineError, PreflightError
 from appliance.files import digest_of, whole_folder, working_folder
 from appliance.gguf.header import GgufError
 from appliance.gguf.source import check_gguf
-from appliance.hub import beating
+from appliance.hub import beat_with_progress
 from appliance.processes import end_with_parent, module_argv
 from appliance.tasks.library import PackagedModel
 from appliance.terms.environment import WHEELS_VARIABLE
@@ -103,7 +103,7 @@ def convert_gguf(source: Path, *, target: Path, beat: Callable[[], None]) -> Non
     is not read, OSError where one cannot be written."""
     from appliance.gguf.convert import convert  # loads torch
 
-    with whole_folder(target, for_cache=True) as folder, beating(beat), _refusals(source):
+    with whole_folder(target, for_cache=True) as folder, beat_with_progress(beat), _refusals(source):
         convert(source, folder=folder)
 
 

@@ -78,10 +78,10 @@ def _reward(name: str, reward: sections.Reward, *, files: TaskFiles, parts_of_ro
     return RewardFunction(name, reward.weight, value, may_read_truth=built_in.may_read_truth, remedy=built_in.remedy)
 
 
-def unread(truth: str, *, rewards: Mapping[str, sections.Reward]) -> str:
+def describe_unread(truth: str, *, rewards: Mapping[str, sections.Reward]) -> str:
     """Describe what is wrong with a truth for the first built-in reward that cannot read it, in words that follow the
     field's name; else empty. rewards: by the names of their metrics, as of the functions below."""
-    for name, reward, reads in readers(rewards):
+    for name, reward, reads in truth_readers(rewards):
         texts = (truth,) if BUILT_IN[reward.function].reads_json else truth_alternatives(truth)
         try:
             for text in texts:
@@ -94,10 +94,10 @@ def unread(truth: str, *, rewards: Mapping[str, sections.Reward]) -> str:
 def answer_reader(rewards: Mapping[str, sections.Reward]) -> str:
     """Return the name of the first built-in reward that compares with the truth as an answer; empty where there is
     none."""
-    return next((name for name, reward, _ in readers(rewards) if not BUILT_IN[reward.function].reads_json), "")
+    return next((name for name, reward, _ in truth_readers(rewards) if not BUILT_IN[reward.function].reads_json), "")
 
 
-def readers(
+def truth_readers(
     rewards: Mapping[str, sections.Reward],
 ) -> Iterator[tuple[str, sections.Reward, Callable[[str], object]]]:
     """Yield the built-in rewards that need a truth, each with its name and the function that reads the truth."""

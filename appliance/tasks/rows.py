@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import MOST_SHOWN, RecipeError, first_line
 from appliance.finding import Finding, fault
-from appliance.hub import beating
+from appliance.hub import beat_with_progress
 from appliance.record.liveness import Heartbeat
 from appliance.tasks.columns import Row, has_bytes, plain_rows
 from appliance.tasks.formats import foreign_format, is_parquet, no_such_file
@@ -138,7 +138,7 @@ def read_data_set(name: str, *, config: str, split: str, commit: str, source: So
         if commit and builder.hash != commit:  # the hub does not give it: `datasets` takes what it loaded last
             fact = f"{name} cannot be had at {commit}: the hub does not give it, and this host has {builder.hash}"
             raise RecipeError([fault(("task.data",), fact, "start when the hub gives it, or give task.train_file")])
-        with beating(Heartbeat().beat):
+        with beat_with_progress(Heartbeat().beat):
             builder.download_and_prepare()
         data = builder.as_dataset(split=split).with_format("arrow")
     except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:

@@ -22,13 +22,13 @@ from dataclasses import asdict, dataclass, replace
 from appliance.record.plan import RunPlan, TaskFiles
 from appliance.settings import sections
 from appliance.tasks.graders import is_single_number
-from appliance.tasks.grading import Graded, grade, in_words, weighed
+from appliance.tasks.grading import Graded, grade, in_words, weigh_rewards
 from appliance.tasks.library import is_from_hub, task_of
 from appliance.tasks.rewards import BUILT_IN
 from appliance.tasks.rows import Problem, Source, read_file
 from appliance.tasks.task import Response, RewardFunction, TaskDefinition
 from appliance.tasks.trial_answers import first_right, in_marks, is_bare, near_misses, wrong_answers
-from appliance.tasks.user_code import UserCodeError, load_module, voice
+from appliance.tasks.user_code import UserCodeError, load_module, open_voice
 from appliance.terms.counts import counted
 
 SAMPLES, SAMPLES_OF_OWN = 8, 3
@@ -295,12 +295,12 @@ def _graded_by_each(
         tell(f"{place} on {answer_kind}")
         try:
             values += grade((reward,), response)
-            graded = weighed(values[-1:])
+            graded = weigh_rewards(values[-1:])
         except (Exception, SystemExit) as error:  # the boundary of the user's code
             return SampleVerdict(0, failure=f"{place} failed on {answer_kind}: {in_words(error)}", remedy=reward.remedy)
         if graded.fault is not None and values[-1][2] is not None:
             return SampleVerdict(0, failure=f"{place} on {answer_kind}: {graded.why}")
-    graded = weighed(values)
+    graded = weigh_rewards(values)
     return (
         SampleVerdict(0, failure=f"{', '.join(places)}: {graded.why} to {answer_kind}")
         if graded.fault is not None
@@ -326,7 +326,7 @@ def _wrong(problem: Problem, *, task: TaskDefinition, rewards: Sequence[RewardFu
 
 
 def _graded(text: str, problem: Problem, *, rewards: Sequence[RewardFunction]) -> Graded:
-    return weighed(grade(rewards, _response(text, problem)))
+    return weigh_rewards(grade(rewards, _response(text, problem)))
 
 
 def _response(text: str, problem: Problem) -> Response:
@@ -342,7 +342,7 @@ def _best_grade(problem: Problem, *, task: TaskDefinition, rewards: Sequence[Rew
 
 def main() -> int:
     plan = RunPlan.model_validate_json(sys.stdin.buffer.read())
-    say = voice()
+    say = open_voice()
     sys.path.extend(plan.task_files.import_path)
     verdict = judge_sample(plan.task, files=plan.task_files, tell=lambda what: say("doing", what))
     say("verdict", asdict(verdict))

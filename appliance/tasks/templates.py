@@ -18,7 +18,7 @@ from appliance.record.plan import RunPlan
 from appliance.tasks.library import is_from_hub, task_of
 from appliance.tasks.rows import Message, Problem
 from appliance.tasks.tokenizer import load_tokenizer
-from appliance.tasks.user_code import voice
+from appliance.tasks.user_code import open_voice
 from appliance.terms.clock import clock_of
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def main() -> int:
     if not plan.model.trust_remote_code:
         # transformers takes three seconds more where it finds torch, which none of its tokenizers needs.
         sys.modules["torch"] = None  # type: ignore[assignment]
-    say = voice()
+    say = open_voice()
     say("template", asdict(_facts(plan)))
     os._exit(0)  # a model's own code may have left threads
 

@@ -27,7 +27,7 @@ from appliance.finding import fault
 from appliance.record.code import as_it_runs
 from appliance.record.plan import RunPlan
 from appliance.tasks.grading import in_words
-from appliance.tasks.user_code import UserCodeError, load_module, run_child, voice
+from appliance.tasks.user_code import UserCodeError, load_module, open_voice, run_child
 from appliance.terms.clock import ANY_DAY, clock_of
 from appliance.terms.counts import counted
 
@@ -258,7 +258,7 @@ def _hermes_calls(text: str) -> list[object]:
 
 def main() -> int:
     request = ToolsRequest(**json.loads(sys.stdin.buffer.read()))
-    say = voice()
+    say = open_voice()
     sys.path.extend(request.import_path)  # as in the pool
     say("tools", asdict(_described(request)))
     os._exit(0)  # threads and exit handlers of the user's are none of ours

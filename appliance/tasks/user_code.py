@@ -1,6 +1,6 @@
 """Functions of the user's Python files. What is imported here runs: only a child process may do it.
 
-`run_child` starts such a process and `voice` speaks in it: what the user's code prints, leaves behind or breaks is
+`run_child` starts such a process and `open_voice` speaks in it: what the user's code prints, leaves behind or breaks is
 heard by nobody.
 
 A reward function has one of three forms, distinguished by the names of its parameters. Each gets those values of its
@@ -205,7 +205,7 @@ class ChildOutput:
     is_late: bool
     """Whether the child was ended because it was late."""
     printed: str
-    """Last line that anything but `voice` wrote, in short."""
+    """Last line that anything but `open_voice` wrote, in short."""
 
 
 def run_child(module: str, *, stdin: str, within_s: float) -> ChildOutput:
@@ -213,7 +213,7 @@ def run_child(module: str, *, stdin: str, within_s: float) -> ChildOutput:
     end or when it has reported nothing new for `within_s`: that is the time for one thing that it does, not for all of
     them.
 
-    module: of ours, whose `main` speaks by `voice`.  stdin: on its stdin.
+    module: of ours, whose `main` speaks by `open_voice`.  stdin: on its stdin.
     """
     with (  # no pipes, which may outlive their child; of its text a byte may be none of UTF-8
         tempfile.TemporaryFile("w+", errors="replace") as answers,
@@ -239,7 +239,7 @@ def run_child(module: str, *, stdin: str, within_s: float) -> ChildOutput:
 
 
 def words_in(text: str) -> dict[str, Any]:
-    """Return what a child reported by `voice`, by word."""
+    """Return what a child reported by `open_voice`, by word."""
     words: dict[str, Any] = {}
     for line in text.splitlines():  # before the first one a library may have printed
         with contextlib.suppress(ValueError, TypeError):
@@ -269,7 +269,7 @@ def _ends(child: subprocess.Popen[str], *, given: str, answers: IO[str], within_
     return False
 
 
-def voice() -> Callable[[str, object], None]:
+def open_voice() -> Callable[[str, object], None]:
     """Return, in the child once stdin is read, a function that reports (word, value) as a line of what was stdout. From
     now on stdin is empty, and what anybody prints goes to stderr. A fork that the user's code left behind ends where it
     speaks."""

@@ -158,10 +158,10 @@ def take_settings(plan: RunPlan, *, workers: Sequence[ActorHandle]) -> float:
 def _take(worker: Any, plan: RunPlan) -> float:
     """Runs inside verl's worker."""
     engine = _actor(worker).engine
-    return as_planned(engine.optimizer, schedule=engine.lr_scheduler, plan=plan)
+    return set_as_planned(engine.optimizer, schedule=engine.lr_scheduler, plan=plan)
 
 
-def as_planned(optimizer: Optimizer, *, schedule: LambdaLR, plan: RunPlan) -> float:
+def set_as_planned(optimizer: Optimizer, *, schedule: LambdaLR, plan: RunPlan) -> float:
     """Give an optimizer the plan's settings. Where nothing has changed no bit of it does. Returns the rate that
     holds now, of the first group."""
     planned = plan.optimizer
@@ -223,7 +223,7 @@ def tell_layer(
     by_engines = [lambda ids, of=each, **more: ray.get(of.traced.remote(ids, **request, **more)) for each in servers]
     # What is traced has a log-prob among all words.
     then = None if has_moved or plan.rollout.leaves_words_out else (differing.trainer, differing.rollout)
-    what, why = search(differing.ids, by_trainer=by_trainer, by_engines=by_engines, then=then)
+    what, why = find_difference(differing.ids, by_trainer=by_trainer, by_engines=by_engines, then=then)
     why += "; searched with the weights after the step's update" if has_moved else ""
     append_event(Path(plan.run_dir), kind="note", what=f"step {step}: {what}", why=why, step=step)
 
@@ -243,7 +243,7 @@ def first_differing(rows: Iterable[tuple[Tensor, ...]]) -> DifferingToken:
     raise AssertionError("no token differs")
 
 
-def search(
+def find_difference(
     ids: list[int],
     *,
     by_trainer: Callable[..., LayerTrace],
@@ -314,7 +314,7 @@ def _write(plan: RunPlan, *, role: str, rank: int, detail: dict[str, Any]) -> No
             rank=rank,
             scheme=str(Scheme.BF16),
             emulated=False,
-            patches=tuple(patch.applied()),
+            patches=tuple(patch.applied_patches()),
             versions={name: importlib.metadata.version(name) for name, _ in plan.pins},
             fingerprint=fingerprint(),
             detail=detail,

@@ -9,7 +9,16 @@ from pathlib import Path
 from appliance.corrections.base import LossCorrection
 from appliance.errors import GuardStop
 from appliance.files import write_whole
-from appliance.guard.governor import Decision, GovernorState, Measures, ladder, measures, observe, place, resume
+from appliance.guard.governor import (
+    Decision,
+    GovernorState,
+    Measures,
+    ladder,
+    measures_of_level,
+    observe,
+    place_on_ladder,
+    resume,
+)
 from appliance.guard.policy import Action, Collapse, Patience, Policy
 from appliance.guard.signals import Signals
 from appliance.record.checkpoints import GUARD_FILE
@@ -158,12 +167,12 @@ class Governor:
     def level(self) -> str:
         """Level of the ladder that the governor is on, for people and metrics."""
         levels = ladder(self._policy)
-        return levels[place(self._state.level, levels=levels)].text
+        return levels[place_on_ladder(self._state.level, levels=levels)].text
 
     @property
     def measures(self) -> Measures:
         """Measures that are in force from now on."""
-        return measures(self._state.level, policy=self._policy)
+        return measures_of_level(self._state.level, policy=self._policy)
 
     @property
     def correction(self) -> LossCorrection:

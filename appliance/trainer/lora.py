@@ -135,7 +135,7 @@ def expected_merge(module: Module, *, lora: Lora, turn: int) -> ExpectedMerge:
     return ExpectedMerge(short, sum_NK=w_NK + delta_NK, bound_NK=bound_NK)
 
 
-def checked(tensors: Iterable[tuple[str, Tensor]], *, expected: ExpectedMerge) -> Iterator[tuple[str, Tensor]]:
+def check_merge(tensors: Iterable[tuple[str, Tensor]], *, expected: ExpectedMerge) -> Iterator[tuple[str, Tensor]]:
     """Yield the same tensors. Every rank calls it, and raises SyncError where the expected one is another, or is not
     among them."""
     came = False

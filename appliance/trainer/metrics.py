@@ -392,7 +392,7 @@ def _scaled(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
     return {name: float(verl.get(f"actor/{name}", math.nan)) for name in names}
 
 
-def left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str, float]:
+def metrics_left_out(run_dir: Path, *, telemetry: StepTelemetry, step: int) -> dict[str, float]:
     """Return what verl would report of an update that is not made, because log-probs of its step are not finite: NaN.
     An event reports it: nothing is left out silently."""
     share = telemetry.nonfinite_fraction
@@ -427,7 +427,7 @@ def append_metrics(run_dir: Path, line: dict[str, Any]) -> dict[str, Any]:
     return written
 
 
-def tracked(line: dict[str, Any]) -> dict[str, float]:
+def tracked_numbers(line: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a line by the names that they have in TensorBoard and the like: `appliance/reward_mean`."""
     return {f"appliance/{key}": float(value) for key, value in line.items() if _is_finite(value)}
 

@@ -56,7 +56,7 @@ class ProcessWatch:
             for kind, process in services.items():
                 code = process.poll()
                 if code is not None:
-                    self._tell(ProcessDied(f"{SERVICES[kind]} died: {ended_by(code)}", hint=_HINT))
+                    self._tell(ProcessDied(f"{SERVICES[kind]} died: {describe_exit(code)}", hint=_HINT))
 
     def _watch_actors(self) -> None:
         while not self._over.wait(LOOK_EVERY_S):
@@ -64,7 +64,7 @@ class ProcessWatch:
                 actors = state.actors(job_id=worker.global_worker.current_job_id).values()  # of this run alone
             except ray.exceptions.RayError:
                 continue  # the other thread says which service is gone
-            deaths = [error for error in map(death, actors) if error is not None]
+            deaths = [error for error in map(error_of_death, actors) if error is not None]
             if deaths:
                 self._tell(deaths[0])
 
@@ -74,7 +74,7 @@ class ProcessWatch:
             self._on_death(error)
 
 
-def death(actor: Mapping[str, Any]) -> ApplianceError | None:
+def error_of_death(actor: Mapping[str, Any]) -> ApplianceError | None:
     """Return the error about an actor of Ray's table, None while it lives and when it was ended on purpose."""
     if actor["State"] != "DEAD":
         return None
@@ -86,7 +86,7 @@ def death(actor: Mapping[str, Any]) -> ApplianceError | None:
     return kind(f"{ROLES.get(name, 'a worker')} died: {name}, process {actor['Pid']}", hint=_HINT)
 
 
-def ended_by(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describe for people how a process ended: `signal 9 (SIGKILL)`, `exit code 1`. code: as subprocess gives it."""
     if code >= 0:
         return f"exit code {code}"

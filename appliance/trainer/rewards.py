@@ -42,7 +42,7 @@ from appliance.record.code import with_copies
 from appliance.record.events import append_event
 from appliance.record.liveness import Heartbeat, keep_stacks
 from appliance.record.plan import RunPlan
-from appliance.tasks.grading import Fault, Graded, grade, in_words, weighed
+from appliance.tasks.grading import Fault, Graded, grade, in_words, weigh_rewards
 from appliance.tasks.library import rewards_of
 from appliance.tasks.task import Response, RewardFunction
 from appliance.terms.counts import counted
@@ -337,7 +337,7 @@ def _called(function: Callable[..., T], arguments: tuple[object, ...]) -> _Answe
 def _grade(response: Response) -> Graded:
     if isinstance(_loaded, BaseException):
         raise _loaded.with_traceback(None)  # which would grow with each response
-    return weighed(grade(_loaded, response))
+    return weigh_rewards(grade(_loaded, response))
 
 
 def note_idle_death(run_dir: Path) -> None:
@@ -346,7 +346,7 @@ def note_idle_death(run_dir: Path) -> None:
     append_event(run_dir, kind="note", what=IDLE_DEATH, why=why)
 
 
-def neutral(values: Iterable[float], *, known: Sequence[bool]) -> list[float]:
+def fill_neutral(values: Iterable[float], *, known: Sequence[bool]) -> list[float]:
     """Return a value per sample of one prompt; one that is not known gets the mean of those that are, 0 where there
     is none. The mean is exact: that of equal numbers is that number, and a group of them stays one for DAPO's
     filter."""

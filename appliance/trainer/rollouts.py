@@ -36,7 +36,7 @@ from appliance.tasks.task import Response
 from appliance.trainer.engine_shares import HINT, EngineShares, Prompt, Sampling
 from appliance.trainer.grade_book import GradeBook
 from appliance.trainer.prompt_seeds import PromptSeeds
-from appliance.trainer.rewards import RewardPool, neutral
+from appliance.trainer.rewards import RewardPool, fill_neutral
 from appliance.trainer.support import support_fields
 from appliance.trainer.top_words import top_fields
 from appliance.trainer.turns import Drawn, Opening, Tally, Trajectory, TrajectoryGroup, Turns, one_turn
@@ -298,10 +298,10 @@ def _shape_rewards(
 ) -> tuple[list[float], list[float]]:
     """Return (accuracies, rewards) of a prompt's samples. One that is not known has the others' mean of both, and no
     penalty for its own length; where none is known, each counts as a wrong one."""
-    accuracies = [shaping.comparable(each) for each in neutral((each.accuracy for each in graded), known=known)]
+    accuracies = [shaping.comparable(each) for each in fill_neutral((each.accuracy for each in graded), known=known)]
     lengths = (sample.generated for sample in group.samples)
     shaped = (shaping.reward(accuracy, num_tokens=length) for accuracy, length in zip(accuracies, lengths, strict=True))
-    rewards = neutral(shaped, known=known) if any(known) else [shaping.wrong] * len(accuracies)
+    rewards = fill_neutral(shaped, known=known) if any(known) else [shaping.wrong] * len(accuracies)
     return accuracies, [shaping.comparable(each) for each in rewards]
 
 

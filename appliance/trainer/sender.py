@@ -17,7 +17,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from appliance.errors import SyncError
-from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, TensorRecord, directive, record
+from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, TensorRecord, precision_tensor, record
 from appliance.sync.precision import read_present, read_wanted
 from appliance.sync.records import Sent, append_sent
 from appliance.terms.environment import PLAN_VARIABLE, weight_socket
@@ -50,7 +50,7 @@ class DigestedWeights:
         records: list[TensorRecord] = []
         device = torch.device("cpu")
         async for name, tensor in self._stream():
-            rounded = as_the_trainer_computes(tensor, dtype=self._dtype)
+            rounded = round_as_trainer(tensor, dtype=self._dtype)
             started = time.perf_counter()
             records.append(record(name, rounded))
             self.digest_s += time.perf_counter() - started
@@ -63,12 +63,12 @@ class DigestedWeights:
         needs_directive = not self._precision.is_planned
         async for name, tensor in ensure_async_iterator(self._weights):
             if needs_directive:
-                yield DIRECTIVE_NAME, directive(self._precision).to(tensor.device)
+                yield DIRECTIVE_NAME, precision_tensor(self._precision).to(tensor.device)
                 needs_directive = False
             yield name, tensor
 
 
-def as_the_trainer_computes(tensor: Tensor, *, dtype: torch.dtype) -> Tensor:
+def round_as_trainer(tensor: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Round FP32 masters to BF16 or FP16, as FSDP's mixed precision rounds them for every forward (attested). Both
     sides then quantise and compare the same values, and half as many bytes travel."""
     return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor

@@ -51,13 +51,13 @@ from appliance.trainer.metrics import (
     StepTelemetry,
     append_metrics,
     keeping_fetched,
-    left_out,
     mean_entropy,
     measure_step,
     measure_update,
+    metrics_left_out,
     step_metrics,
     tell_differing,
-    tracked,
+    tracked_numbers,
     write_old_log_probs,
 )
 from appliance.trainer.precision import RolloutPrecision, Validation, WeightUpdates
@@ -212,7 +212,7 @@ class ApplianceTrainer(PPOTrainerSync):
         self.stopping.check()
         self.stopping.begin_change()
         if self._step.telemetry is not None and self._step.telemetry.nonfinite_fraction:
-            metrics.update(left_out(self.run_dir, telemetry=self._step.telemetry, step=self.global_steps))
+            metrics.update(metrics_left_out(self.run_dir, telemetry=self._step.telemetry, step=self.global_steps))
             return batch
         self._begin_phase(Phase.UPDATE)
         self.checkpoints.begin_update()
@@ -256,7 +256,7 @@ class ApplianceTrainer(PPOTrainerSync):
             if math.isfinite(metrics["actor/grad_norm"]):
                 what = f"step {self.global_steps} was learned from log-probabilities that are not finite"
                 raise TrainingError(what, hint="report it with the log; trainer.old_log_probs: recompute prevents it")
-            metrics.update(left_out(self.run_dir, telemetry=self._step.telemetry, step=self.global_steps))
+            metrics.update(metrics_left_out(self.run_dir, telemetry=self._step.telemetry, step=self.global_steps))
         return self._prepare_correction(batch)
 
     def _prepare_correction(self, batch: KVBatchMeta) -> KVBatchMeta:
@@ -304,7 +304,7 @@ class ApplianceTrainer(PPOTrainerSync):
             if self.global_steps == 0:
                 raise
             self._stop_after_step = error  # the step's weights have moved: it is written down first, and saved
-        return tracked(values) if self.plan.task.val_sets else values
+        return tracked_numbers(values) if self.plan.task.val_sets else values
 
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], global_steps: int, epoch: int
@@ -319,7 +319,7 @@ class ApplianceTrainer(PPOTrainerSync):
         telemetry, is_exact, cap = self._step.telemetry, self._step.is_exact(self.plan), self.correction.token_cap
         line |= telemetry.metrics(is_exact=is_exact, cap=cap) | self.validation.take() | self.rollouts.take_turns()
         written = self._write({**line, "reward_failures": self._step.reward_failures})
-        metrics.update(tracked(written))  # verl sends `metrics` to the backends next
+        metrics.update(tracked_numbers(written))  # verl sends `metrics` to the backends next
         if is_exact and telemetry.differing_tokens:
             tell_differing(self.run_dir, telemetry=telemetry, step=global_steps)
         signals = signals_of(line, telemetry=telemetry, cap=cap, is_exact=is_exact)

@@ -68,7 +68,7 @@ from appliance.trainer.lora import (
     adapter_config,
     adapter_weights,
     base_weights,
-    checked,
+    check_merge,
     expected_merge,
     put_adapter_in,
     save_adapter,
@@ -148,7 +148,7 @@ class ApplianceEngine(TopWordsEngine):
         lora = _plan().model.lora
         assert lora is not None, "it is what is merged"
         expected, self._merges = expected_merge(self.module, lora=lora, turn=self._merges), self._merges + 1
-        yield from checked(super()._merged_lora_per_tensor_param(), expected=expected)
+        yield from check_merge(super()._merged_lora_per_tensor_param(), expected=expected)
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)

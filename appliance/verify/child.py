@@ -42,14 +42,14 @@ _NOT_WEIGHTS = "rotary_emb.inv_freq"  # old checkpoints bring it, no trainer sen
 def main() -> int:
     job = VerifyJob.model_validate_json(Path(sys.argv[1]).read_bytes())
     try:
-        result = look(job)
+        result = check_engine(job)
     except ApplianceError as error:
         result = CheckResult(failed=error.message)
     Path(job.result).write_text(result.model_dump_json())
     return 0
 
 
-def look(job: VerifyJob) -> CheckResult:
+def check_engine(job: VerifyJob) -> CheckResult:
     """Send one engine three updates and return what it did. Raises ApplianceError."""
     with starting():
         llm = _engine(job)

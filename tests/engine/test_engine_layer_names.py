@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinea
 
 from appliance.engine.config import ApplianceConfig, KeptExpertsMethod, KeptLinearMethod, require_ignored_layers
 from appliance.engine.precision import raised_layers
-from appliance.engine.quantised import Quantising, sampled
+from appliance.engine.quantised import Quantising, sample_rows
 from appliance.engine.telemetry import TelemetryTap
 from appliance.errors import EngineError
 from appliance.quant.codec import quantise
@@ -110,7 +110,7 @@ def test_the_worst_layers_are_told_by_the_names_that_ignore_takes() -> None:
     for layer in model.modules():
         if isinstance(getattr(layer, "quant_method", None), Quantised):
             weight_NK = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-            layer.quant_method.on_quantised(layer, sampled(weight_NK), quantise(weight_NK, scheme=Scheme.INT8))
+            layer.quant_method.on_quantised(layer, sample_rows(weight_NK), quantise(weight_NK, scheme=Scheme.INT8))
     tap.read()
     layer_names = tuple(tap.layer_errors)
     assert sorted(layer_names) == sorted(

@@ -78,13 +78,13 @@ def by_trainer(model: Any) -> Callable[..., Any]:
 
 def search_of(engine: Engine, model: Any, **changed: float) -> tuple[str, str]:
     """changed: log-probs `trainer` and `rollout` of the batch that are not what is read again."""
-    from appliance.trainer.attest import search
+    from appliance.trainer.attest import find_difference
 
     ours, theirs = by_trainer(model), by_engine(engine)
     now = ours(IDS)
     then = (now.log_prob, theirs(IDS, names=list(now.digests)).log_prob)
     then = (changed.get("trainer", then[0]), changed.get("rollout", then[1]))
-    return search(IDS, by_trainer=ours, by_engines=[theirs], then=then)
+    return find_difference(IDS, by_trainer=ours, by_engines=[theirs], then=then)
 
 
 @pytest.fixture(scope="module")

@@ -207,7 +207,7 @@ def test_a_layer_of_zeros(scheme: Scheme) -> None:
 def test_an_answer_is_one_weight_and_the_bound_is_met_with_room(scheme: Scheme) -> None:
     """The derivation: a BF16 rounding of the codec's weight, 2^-8, and float32's few: half of what is allowed."""
     from appliance.engine.fp8_proof import NativeFp8Proof
-    from appliance.engine.kernel_proof import ProofRequest, answer
+    from appliance.engine.kernel_proof import ProofRequest, compute_answer
     from appliance.engine.tensor_slots import local_shape
 
     model, seen = served(scheme), set()
@@ -216,7 +216,7 @@ def test_an_answer_is_one_weight_and_the_bound_is_met_with_room(scheme: Scheme) 
     for sync in range(1, 100):
         asked = ProofRequest(sync=sync, round=sync, full=False, thorough=False)
         layer_proof = NativeFp8Proof(DOWN, shape=local_shape(layer), scheme=scheme, ask=asked)
-        out_TN = answer(layer, layer_proof.probe_TK(), bias_N=None)
+        out_TN = compute_answer(layer, layer_proof.probe_TK(), bias_N=None)
         wanted_TN = layer_proof.probe_TK().double() @ values_NK.t()
         assert bool(((out_TN - wanted_TN).abs() <= 2.0**-8 * (1 + 2.0**-12) * wanted_TN.abs()).all())
         assert len(set(layer_proof.columns_T.tolist())) == 16

@@ -33,7 +33,7 @@ from appliance.engine.fp8_proof import SLACK, NativeBlockProof
 from appliance.engine.kernel_proof import ProofRequest
 from appliance.engine.tensor_slots import LocalShape, Slot
 from appliance.quant.codec import dequantise, quantise
-from appliance.quant.codec_fp8 import BLOCK, spread
+from appliance.quant.codec_fp8 import BLOCK, spread_scale
 from appliance.terms.schemes import Scheme
 
 pytestmark = pytest.mark.engine
@@ -173,7 +173,7 @@ def test_both_codes_pass_only_where_a_weight_is_as_near_to_either(kind: Callable
     layer_proof, codec = expecting(weight_NK), quantise(weight_NK, scheme=Scheme.FP8_BLOCK)
     outer = layer_proof._outer.view(FP8).double()
     inner = (layer_proof._outer - 1).view(FP8).double()
-    x = (weight_NK.double() / spread(codec.scale, block=codec.block, shape=(400, 300)).double()).view(-1)
+    x = (weight_NK.double() / spread_scale(codec.scale, block=codec.block, shape=(400, 300)).double()).view(-1)
     midpoint = (inner + outer) / 2
     near = (x[layer_proof._places.long()] / midpoint - 1).abs()
     assert len(near) > 100 and bool((near < SLACK * (1 + 2.0**-8)).all())
@@ -334,7 +334,7 @@ def test_zeros() -> None:
 
 def test_an_answer_is_one_weight_and_the_bound_is_met_with_room() -> None:
     """The derivation: a BF16 rounding of the codec's weight, 2^-8, and float32's few: half of what is allowed."""
-    from appliance.engine.kernel_proof import answer
+    from appliance.engine.kernel_proof import compute_answer
     from appliance.engine.tensor_slots import local_shape
 
     model, seen = served(Scheme.FP8_BLOCK), set()
@@ -343,7 +343,7 @@ def test_an_answer_is_one_weight_and_the_bound_is_met_with_room() -> None:
     for sync in range(1, 61):
         asked = ProofRequest(sync=sync, round=sync, full=False, thorough=False)
         layer_proof = NativeBlockProof(DOWN, shape=local_shape(layer), scheme=Scheme.FP8_BLOCK, ask=asked)
-        out_TN = answer(layer, layer_proof.probe_TK(), bias_N=None)
+        out_TN = compute_answer(layer, layer_proof.probe_TK(), bias_N=None)
         wanted_TN = layer_proof.probe_TK().double() @ values_NK.t()
         assert bool(((out_TN - wanted_TN).abs() <= 2.0**-8 * (1 + 2.0**-12) * wanted_TN.abs()).all())
         assert len(set(layer_proof.columns_T.tolist())) == (32 if sync % 2 else 16)

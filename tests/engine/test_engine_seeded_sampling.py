@@ -18,7 +18,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from appliance.engine.inverse_cdf import uniforms
+from appliance.engine.inverse_cdf import uniform_numbers
 from appliance.engine.seeded_sampling import (
     SEEDED_SAMPLING,
     PositionedGenerator,
@@ -56,7 +56,7 @@ def generate(engine: Engine, prompts: list[list[int]], *, seeds: list[int | None
 def assert_drawn_by_seed(sample: object, *, seed: int, prompt: list[int]) -> None:
     tokens, logprobs = list(sample.token_ids), sample.logprobs
     positions = np.arange(len(prompt), len(prompt) + len(tokens), dtype=np.uint64)
-    uniform_T = uniforms(np.full(len(tokens), seed % 2**64, np.uint64), positions)
+    uniform_T = uniform_numbers(np.full(len(tokens), seed % 2**64, np.uint64), positions)
     for token, number, by_word in zip(tokens, uniform_T, logprobs, strict=True):
         probability_V = np.zeros(VOCABULARY)
         probability_V[list(by_word)] = np.exp([entry.logprob for entry in by_word.values()])
@@ -127,7 +127,9 @@ def test_a_position_follows_its_request() -> None:
     assert row_uniforms({0: generator}, rows=1) == [number]
     request.output_token_ids = [4, 5]
     assert generator.position == 12
-    assert row_uniforms({0: generator}, rows=1) == uniforms(np.array([3], "u8"), np.array([12], "u8")) != [number]
+    assert (
+        row_uniforms({0: generator}, rows=1) == uniform_numbers(np.array([3], "u8"), np.array([12], "u8")) != [number]
+    )
 
 
 def test_top_p_of_a_large_vocabulary_has_its_distribution() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from appliance.engine import telemetry
-from appliance.engine.quantised import Quantising, sampled
+from appliance.engine.quantised import Quantising, sample_rows
 from appliance.engine.telemetry import TelemetryTap, read_first_scales, write_first_scales
 from appliance.quant.codec import dequantise, quantise
 from appliance.sync.records import Telemetry
@@ -44,10 +44,10 @@ def model() -> Module:
 def test_the_sampled_rows_of_parts_are_those_of_the_whole(sizes: tuple[int, ...]) -> None:
     weight_NK, samples, start = torch.arange(float(sum(sizes)))[:, None], [], 0
     for part_NK in weight_NK.split(sizes):
-        samples.append(sampled(part_NK, start=start, count=len(weight_NK)))
+        samples.append(sample_rows(part_NK, start=start, count=len(weight_NK)))
         start += len(part_NK)
     assert torch.equal(torch.cat(samples), weight_NK[:: -(-len(weight_NK) // 8)])
-    assert torch.equal(torch.cat(samples), sampled(weight_NK))
+    assert torch.equal(torch.cat(samples), sample_rows(weight_NK))
 
 
 def weights(seed: int) -> list[Tensor]:
@@ -69,7 +69,7 @@ def update(
     tap.begin(switched)
     for number in order:
         quantised = quantise(weights[number], scheme=scheme)
-        layers[number].quant_method.on_quantised(layers[number], sampled(weights[number]), quantised)
+        layers[number].quant_method.on_quantised(layers[number], sample_rows(weights[number]), quantised)
     found = tap.read()
     assert found is not None and tap.seconds > 0 and max(tap.layer_errors.values()) == found.layer_error_max
     return found

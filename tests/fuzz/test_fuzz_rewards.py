@@ -21,7 +21,7 @@ from appliance.errors import RecipeError
 from appliance.finding import fault
 from appliance.tasks import own_task
 from appliance.tasks.answers import marked_answer
-from appliance.tasks.grading import weighed
+from appliance.tasks.grading import weigh_rewards
 from appliance.tasks.rewards import BUILT_IN
 from appliance.tasks.rows import Problem
 from appliance.tasks.task import Response
@@ -45,7 +45,7 @@ def judged(value: Any, text: str, truth: str, row: str = "") -> None:
         reward = value(Response(text, truth, row))
     except ValueError as error:  # of one sample
         raise RecipeError([fault((), str(error))]) from error
-    graded = weighed([("it", 1.0, reward)])
+    graded = weigh_rewards([("it", 1.0, reward)])
     assert graded.fault is None and math.isfinite(graded.accuracy)
 
 
@@ -63,7 +63,7 @@ def test_fuzz_built_in_rewards(room: Path, text: str, truth: str, name: str, see
 def forms(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     file = tmp_path_factory.mktemp("code") / "rewards.py"
     file.write_text(FORMS)
-    given = functools.partial(own_task.as_given, settings=make_own_task())
+    given = functools.partial(own_task.prompt_and_truth, settings=make_own_task())
     return [load_function(str(file), name, parts_of_row=given) for name in ("ours", "trls", "verls")]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tiny_models import tiny, tokens
 
 from appliance.profile.job import ProfileJob
-from appliance.quant.choice import Candidate, candidates_of, share
+from appliance.quant.choice import Candidate, candidates_of, share_in_bf16
 from appliance.quant.own_samples import ProfileSample
 from appliance.terms.schemes import Scheme
 from benchmarks import budget
@@ -23,7 +23,7 @@ def test_no_order_takes_more_than_its_share() -> None:
     assert (by_error, by_gain) == ((wide, other), (small, wide))
     for most in (0.0, 0.1, 0.49, 0.5, 1.0):
         chosen = budget.within(candidates, most=most, by=lambda candidate: candidate.gain)
-        assert share(chosen, candidates=candidates) <= most
+        assert share_in_bf16(chosen, candidates=candidates) <= most
 
 
 def test_a_choice_is_measured_on_the_samples_and_with_the_smoothing_of_the_profile(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ print(torch.backends.cpu.get_cpu_capability())
 print([name for name in dir(torch.cpu) if name.startswith("_is_") and getattr(torch.cpu, name)()])
 print(torch.cpu.get_capabilities()["architecture"])
 from appliance.engine.int8 import NO_AMX_TILES, no_amx_tiles
-from appliance.patch import applied, apply_patch
+from appliance.patch import applied_patches, apply_patch
 apply_patch(NO_AMX_TILES, no_amx_tiles)  # of a source that it still is
-print(*applied())
+print(*applied_patches())
 weight = torch.randn(64, 64).bfloat16()
 torch.nn.functional.linear(weight, weight)
 """

@@ -72,10 +72,10 @@ def test_verls_processes_have_two_things_of_ours_and_no_more() -> None:
     """The platform and the process group: no log-probs, no attention, no sender, no engine. And the reward is that of
     the other systems."""
     look = (
-        "import sys, verl; from appliance.patch import applied; from verl.utils.device import get_device_name; "
+        "import sys, verl; from appliance.patch import applied_patches; from verl.utils.device import get_device_name; "
         "from verl.workers.rollout.base import _ROLLOUT_REGISTRY as rollouts; "
         "mixed = [name for name in sys.modules if name.startswith(('appliance.trainer.', 'appliance.engine'))]; "
-        "print(applied(), get_device_name(), mixed, rollouts['vllm', 'async']); "
+        "print(applied_patches(), get_device_name(), mixed, rollouts['vllm', 'async']); "
         "from benchmarks.step.verl_peer import compute_score; "
         "print([compute_score('', text, '7', {}) for text in ('7', 'It is 7.', '8')])"
     )

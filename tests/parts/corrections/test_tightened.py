@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from corrections_reference import CORRECTIONS, OF_A_STEP, make_case, reference
 
-from appliance.corrections.base import tighter
+from appliance.corrections.base import tighten_limit
 from appliance.corrections.objective import Loss
 from appliance.corrections.registry import METHODS, correction_of
 from appliance.corrections.weights import Tis, TisGeometric
@@ -46,7 +46,7 @@ def test_no_correction_of_a_loss_of_sequences_weighs_sequences() -> None:
 
 @pytest.mark.parametrize(("limit", "tight"), [(2.0, 1.5), (1.0, 1.0), (0.5, 0.5), (1.2, 1.1)])
 def test_a_tight_cap_is_never_looser(limit: float, tight: float) -> None:
-    assert tighter(limit) == pytest.approx(tight)
+    assert tighten_limit(limit) == pytest.approx(tight)
 
 
 @pytest.mark.parametrize("name", OF_A_STEP)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from appliance.engine.inverse_cdf import _exponential, draw, uniforms
+from appliance.engine.inverse_cdf import _exponential, draw_words, uniform_numbers
 
 VOCABULARIES = (49_152, 152_064)
 TOLERANCE = 2 * (2.0**-23 + 20 * 2.0**-24)
@@ -26,7 +26,7 @@ FAR_DEVIATIONS = 4.75  # of a normal number: one in a million; the numbers of th
 
 def numbers(count: int, *, seed: int = 1) -> np.ndarray:
     """As one request with this seed would have them."""
-    return uniforms(np.full(count, seed, np.uint64), np.arange(count, dtype=np.uint64))
+    return uniform_numbers(np.full(count, seed, np.uint64), np.arange(count, dtype=np.uint64))
 
 
 def sharp(vocabulary: int, *, seed: int) -> Tensor:
@@ -73,7 +73,7 @@ def test_exponentials_are_within_an_ulp() -> None:
 def test_the_word_is_where_the_number_falls(vocabulary: int) -> None:
     logits_BV = torch.stack([sharp(vocabulary, seed=seed) for seed in range(24)])
     uniform_B = numbers(24)
-    assert_drawn_by(uniform_B, draw(logits_BV, uniform_B), logits_BV=logits_BV)
+    assert_drawn_by(uniform_B, draw_words(logits_BV, uniform_B), logits_BV=logits_BV)
 
 
 def cut_by_top_p(logits_V: Tensor, top_p: float) -> Tensor:
@@ -92,7 +92,7 @@ def test_draws_have_the_distribution_of_the_logits(vocabulary: int, temperature:
     assert (probability_V > 0).mean() > 0.99 if top_p == 1 else 300 < (probability_V > 0).sum() < vocabulary / 2
     logits_BV = logits_V.expand(512, -1).contiguous()
     uniform_N = numbers(8 * 512, seed=11)
-    words_N = np.concatenate([draw(logits_BV, some_B).numpy() for some_B in uniform_N.reshape(8, 512)])
+    words_N = np.concatenate([draw_words(logits_BV, some_B).numpy() for some_B in uniform_N.reshape(8, 512)])
     assert (probability_V[words_N] > 0).all()
     for bins in (61, 64):
         observed = np.bincount(words_N % bins, minlength=bins)
@@ -101,8 +101,8 @@ def test_draws_have_the_distribution_of_the_logits(vocabulary: int, temperature:
 
 def test_it_needs_no_compiler(tmp_path: Path) -> None:
     """Not on the path, not by its variables, and nothing kept from an earlier start."""
-    code = "import numpy, torch; from appliance.engine.inverse_cdf import draw; "
-    code += "print(draw(torch.tensor([[0.0, 1.0]]), numpy.array([0.9])).tolist())"
+    code = "import numpy, torch; from appliance.engine.inverse_cdf import draw_words; "
+    code += "print(draw_words(torch.tensor([[0.0, 1.0]]), numpy.array([0.9])).tolist())"
     known = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX")}
     environ = known | {"PATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
     child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
@@ -113,7 +113,7 @@ def test_the_common_word_is_as_common_as_it_should_be() -> None:
     """Several per cent in each bin: words by word, at a small vocabulary."""
     logits_V = torch.tensor([0.0, 1.0, -1.0, 0.5, -torch.inf, 0.2, -2.0])
     probability_V = torch.softmax(logits_V.double(), dim=0).numpy()
-    words_N = draw(logits_V.expand(60_000, -1), numbers(60_000, seed=5)).numpy()
+    words_N = draw_words(logits_V.expand(60_000, -1), numbers(60_000, seed=5)).numpy()
     observed = np.bincount(words_N, minlength=7)
     assert observed[4] == 0
     assert_chi_square(observed[probability_V > 0], 60_000 * probability_V[probability_V > 0])
@@ -122,12 +122,12 @@ def test_the_common_word_is_as_common_as_it_should_be() -> None:
 def test_what_is_beside_a_row_changes_nothing() -> None:
     logits_BV = torch.stack([sharp(1_000, seed=seed) for seed in range(300)])
     uniform_B = numbers(300)
-    words_B = draw(logits_BV, uniform_B)
+    words_B = draw_words(logits_BV, uniform_B)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(draw(logits_BV[order], uniform_B[order.numpy()]), words_B[order])
-    assert torch.equal(draw(logits_BV[7:9], uniform_B[7:9]), words_B[7:9])
+    assert torch.equal(draw_words(logits_BV[order], uniform_B[order.numpy()]), words_B[order])
+    assert torch.equal(draw_words(logits_BV[7:9], uniform_B[7:9]), words_B[7:9])
     strided_BV = torch.cat([logits_BV, logits_BV], dim=1)[:, :1_000]
-    assert torch.equal(draw(strided_BV, uniform_B), words_B)
+    assert torch.equal(draw_words(strided_BV, uniform_B), words_B)
 
 
 @pytest.mark.parametrize("threads", [2, 5])
@@ -136,7 +136,7 @@ def test_threads_change_nothing(threads: int, monkeypatch: pytest.MonkeyPatch) -
     uniform_B, words = numbers(20), []
     for count in (1, threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        words.append(draw(logits_BV, uniform_B))
+        words.append(draw_words(logits_BV, uniform_B))
     assert torch.equal(*words)
 
 
@@ -148,7 +148,7 @@ LARGEST_NUMBER = 1 - 2.0**-53
 def test_a_masked_word_is_never_drawn(masked: tuple[int, int], number: float) -> None:
     logits_V = sharp(1_000, seed=2)
     logits_V[slice(*masked)] = -torch.inf
-    (word,) = draw(logits_V[None], np.array([number])).tolist()
+    (word,) = draw_words(logits_V[None], np.array([number])).tolist()
     possible = torch.isfinite(logits_V).nonzero().flatten().tolist()
     assert word in possible
     assert number > 0 or word == possible[0]
@@ -158,7 +158,7 @@ def test_a_masked_word_is_never_drawn(masked: tuple[int, int], number: float) ->
 def test_a_threshold_that_is_rounded_to_the_total_draws_the_last_word() -> None:
     logits_V = torch.zeros(600)
     logits_V[300:] = -torch.inf
-    assert draw(logits_V[None], np.array([1.0])).tolist() == [299]
+    assert draw_words(logits_V[None], np.array([1.0])).tolist() == [299]
 
 
 @pytest.mark.parametrize("place", [0, 5, 700, 1_000])
@@ -167,20 +167,20 @@ def test_a_row_that_is_not_finite_gives_what_vllm_gives(bad: float, place: int) 
     """vLLM's own takes the argmax of probabilities that are all NaN. The rows beside it are drawn as ever."""
     logits_BV = torch.stack([sharp(1_001, seed=seed) for seed in range(3)])
     uniform_B = numbers(3)
-    words_B = draw(logits_BV, uniform_B)
+    words_B = draw_words(logits_BV, uniform_B)
     logits_BV[1, place] = bad
     assert logits_BV[1].softmax(dim=0).argmax() == 0
-    assert draw(logits_BV, uniform_B).tolist() == [words_B[0], 0, words_B[2]]
+    assert draw_words(logits_BV, uniform_B).tolist() == [words_B[0], 0, words_B[2]]
 
 
 def test_a_row_without_a_word_gives_the_first() -> None:
-    assert draw(torch.full((1, 300), -torch.inf), np.array([0.7])).tolist() == [0]
+    assert draw_words(torch.full((1, 300), -torch.inf), np.array([0.7])).tolist() == [0]
 
 
 def test_numbers_are_strictly_between_0_and_1() -> None:
     every = np.array([0, 1, 2**62 - 1, 2**63, 2**64 - 1], np.uint64)
     seeds, positions = (grid.ravel() for grid in np.meshgrid(every, every[:3]))
-    uniform_N = uniforms(seeds, positions)
+    uniform_N = uniform_numbers(seeds, positions)
     assert len(set(uniform_N)) == len(uniform_N)
     assert (uniform_N > 0).all() and (uniform_N < 1).all()
 
@@ -188,18 +188,20 @@ def test_numbers_are_strictly_between_0_and_1() -> None:
 def test_seeds_far_apart_have_no_common_stream() -> None:
     """SplitMix64 advances by this constant: a state that began at the bare seed would be another's, one position on."""
     seeds = np.arange(100, dtype=np.uint64)
-    shifted = uniforms(seeds + np.uint64(0x9E3779B97F4A7C15), np.full(100, 4, np.uint64))
-    assert not np.isin(shifted, uniforms(seeds, np.full(100, 5, np.uint64))).any()
+    shifted = uniform_numbers(seeds + np.uint64(0x9E3779B97F4A7C15), np.full(100, 4, np.uint64))
+    assert not np.isin(shifted, uniform_numbers(seeds, np.full(100, 5, np.uint64))).any()
 
 
 @pytest.mark.parametrize(("seed_step", "position_step"), [(0, 0), (0, 1), (1, 0), (1, 1), (1, -1)])
 def test_numbers_of_neighbours_are_independent(seed_step: int, position_step: int) -> None:
     """Pairs of 300 neighbouring seeds at 300 positions in 16 x 16 squares; the first case is each number alone."""
     seeds, positions = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(1, 301, dtype=np.uint64))
-    here = (16 * uniforms(seeds.ravel(), positions.ravel())).astype(int)
+    here = (16 * uniform_numbers(seeds.ravel(), positions.ravel())).astype(int)
     if not seed_step and not position_step:
         assert_chi_square(np.bincount(here, minlength=16), np.full(16, len(here) / 16))
         return
-    moved = uniforms(seeds.ravel() + np.uint64(seed_step), (positions.astype(int).ravel() + position_step).astype("u8"))
+    moved = uniform_numbers(
+        seeds.ravel() + np.uint64(seed_step), (positions.astype(int).ravel() + position_step).astype("u8")
+    )
     squares = 16 * here + (16 * moved).astype(int)
     assert_chi_square(np.bincount(squares, minlength=256), np.full(256, len(here) / 256))

@@ -73,13 +73,13 @@ def process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def applied() -> set[str]:
     """But for the two of the reload, which a process has for good, and which do nothing to models of others."""
-    return set(patch.applied()) - {"flashrl-reload-begins", "flashrl-reload-ends"}
+    return set(patch.applied_patches()) - {"flashrl-reload-begins", "flashrl-reload-ends"}
 
 
 @pytest.mark.engine
 def test_the_patch_is_on_where_the_variable_is(process: pytest.MonkeyPatch) -> None:
     register()
-    assert patch.applied() == ()
+    assert patch.applied_patches() == ()
     process.setenv("FLASHRL_CONFIG", "bf16")
     register()
     assert applied() == PATCHES
@@ -129,7 +129,7 @@ def test_the_core_does_without(root: Path) -> None:
 def test_a_variable_that_does_nothing_is_named(process: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     process.setenv("FLASHRL_LMHEAD_FP32", "1")
     register()
-    assert patch.applied() == ()
+    assert patch.applied_patches() == ()
     assert caplog.messages == ["FLASHRL_LMHEAD_FP32 does nothing without FLASHRL_CONFIG; FLASHRL_CONFIG=bf16 is enough"]
 
 
@@ -150,7 +150,7 @@ def test_a_log_file_that_cannot_be_opened_stops_the_process_with_its_hint(proces
         register()
     assert str(raised.value) == "FLASHRL_LOGGING_FILE: /proc/flash.log cannot be written: No such file or directory"
     assert raised.value.__notes__ == ["hint: name a file in a folder that you can write to"]
-    assert (patch.applied(), LOGGER.handlers) == ((), [])
+    assert (patch.applied_patches(), LOGGER.handlers) == ((), [])
 
 
 @pytest.mark.engine

@@ -8,7 +8,7 @@ from fp8_bounds import CASES, U, odd, off
 from torch import Tensor
 
 from appliance.quant.codec import QuantisedWeight, quantise
-from appliance.quant.codec_fp8 import quantise_fp8_tokens, spread, widened_fp8
+from appliance.quant.codec_fp8 import quantise_fp8_tokens, spread_scale, widened_fp8
 from appliance.quant.cpu_gemm import fp8_product, multiply_fp8
 from appliance.terms.schemes import Scheme
 
@@ -56,7 +56,7 @@ def test_sums_are_exact_up_to_the_longest_row_of_the_largest_codes() -> None:
 def dequantised(quantised: QuantisedWeight) -> Tensor:
     """float64, exact."""
     codes_NK = quantised.codes_NK
-    return widened_fp8(codes_NK).double() * spread(
+    return widened_fp8(codes_NK).double() * spread_scale(
         quantised.scale.double(), block=quantised.block, shape=tuple(codes_NK.shape)
     )
 

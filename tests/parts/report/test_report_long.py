@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.page.stacked import Band, merged
+from appliance.page.stacked import Band, merge_bands
 from appliance.record.events import Tail, append_event, parse_metrics
 from appliance.record.samples import SAMPLES_FILE, SampleReader
 from appliance.record.state import BoundedSeries
@@ -180,7 +180,7 @@ def test_what_a_long_run_was_doing_is_what_took_its_time(
     run_dir = make_run(tmp_path, done=0)
     (run_dir / "events.jsonl").write_text("\n".join(lines) + "\n")
     drawn_bands = [*bands(read_view(run_dir))]
-    drawn = merged(drawn_bands, least=now / 1500)
+    drawn = merge_bands(drawn_bands, least=now / 1500)
     if every == 50:  # 800 bands
         assert seconds_of(drawn_bands) == took
     assert len(drawn_bands) < 5000

@@ -33,7 +33,7 @@ from appliance.sync.precision import Generation, read_present, write_generation,
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer import attest, rollout_forward, rollout_kernels
-from appliance.trainer.attest import find_differing, first_differing, search
+from appliance.trainer.attest import find_difference, find_differing, first_differing
 from appliance.trainer.governor import Governor, signals_of
 from appliance.trainer.metrics import StepParts, StepTelemetry, measure_batch, measure_update, tell_differing
 from appliance.trainer.precision import Live
@@ -167,7 +167,7 @@ def test_the_engine_that_repeats_its_log_prob_is_held_against_the_trainer(model:
     ids = [5, 9, 33, 2]
     ours, theirs = traced(model)(ids).log_prob, traced(other)(ids).log_prob
     engines = [traced(model), traced(other)]
-    finding, why = search(ids, by_trainer=traced(model), by_engines=engines, then=(ours, theirs))
+    finding, why = find_difference(ids, by_trainer=traced(model), by_engines=engines, then=(ours, theirs))
     place, _, gap = finding.rpartition(" ")
     assert place == (
         "model.layers.1.mlp.gate_up_proj is the first layer that differs from the engine's: token 0 of 4, "
@@ -175,7 +175,7 @@ def test_the_engine_that_repeats_its_log_prob_is_held_against_the_trainer(model:
     )
     assert float(gap) > 0
     assert why == "all before it is equal: its weights or their codes differ, or what it computes"
-    finding, why = search(ids, by_trainer=traced(model), by_engines=engines, then=(ours, -9.0))
+    finding, why = find_difference(ids, by_trainer=traced(model), by_engines=engines, then=(ours, -9.0))
     assert finding == "no layer differs where both read the sequence of 4 tokens again"
     assert why == f"the engine does not repeat its log-prob: -9 in the batch, {ours:.9g} alone"
 
@@ -187,12 +187,12 @@ def test_with_other_weights_the_engine_that_differs_is_held_against_the_trainer(
     RolloutForward(other, quantisation=Quantisation(scheme=Scheme.INT8), num_tokens=64)
     change(other)
     ids = [5, 9, 33, 2]
-    finding, why = search(ids, by_trainer=traced(model), by_engines=[traced(model), traced(other)], then=None)
+    finding, why = find_difference(ids, by_trainer=traced(model), by_engines=[traced(model), traced(other)], then=None)
     assert finding.startswith(
         "model.layers.1.mlp.gate_up_proj is the first layer that differs from the engine's: token 0"
     )
     assert why == "all before it is equal: its weights or their codes differ, or what it computes"
-    finding, why = search(ids, by_trainer=traced(model), by_engines=[traced(model)], then=None)
+    finding, why = find_difference(ids, by_trainer=traced(model), by_engines=[traced(model)], then=None)
     assert finding == "no layer differs where both read the sequence of 4 tokens again"
     assert why == (
         "and both give the next token the same log-prob: the weights before the update or the words drawn from "

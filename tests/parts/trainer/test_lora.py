@@ -28,7 +28,7 @@ from appliance.terms.shapes import Linear, ModelShape
 from appliance.trainer.lora import (
     ExpectedMerge,
     FrozenWeights,
-    checked,
+    check_merge,
     expected_merge,
     merge,
     put_adapter_in,
@@ -83,7 +83,7 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
         expected = expected_merge(module, lora=LORA, turn=3 * update)
         seen.append((sent_by_verl(module), weights))
         assert (expected.sum_NK is None) is (rank > 0)
-        list(checked(seen[-1][0].items(), expected=expected))
+        list(check_merge(seen[-1][0].items(), expected=expected))
         with torch.no_grad():
             module(input_ids=ids)  # log-probs before an update: what FSDP gathered for them must not be merged into
         module(input_ids=ids, labels=ids).loss.backward()
@@ -93,7 +93,7 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
     refusal, wrong = "", ""
     try:
         expected = expected_merge(module, lora=LORA, turn=0)
-        list(checked((seen[0][0] | {expected.name: 2 * seen[-1][0][expected.name]}).items(), expected=expected))
+        list(check_merge((seen[0][0] | {expected.name: 2 * seen[-1][0][expected.name]}).items(), expected=expected))
     except SyncError as error:
         wrong = error.message
     with torch.no_grad():  # what an unfinished merge would leave
@@ -111,14 +111,14 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
 def test_an_expected_layer_that_is_not_sent_is_an_error() -> None:
     weight = torch.ones(2, 2)
     expected = ExpectedMerge("a.weight", sum_NK=weight, bound_NK=0 * weight)
-    assert [name for name, _ in checked([("b.weight", weight), ("a.weight", weight)], expected=expected)] == [
+    assert [name for name, _ in check_merge([("b.weight", weight), ("a.weight", weight)], expected=expected)] == [
         "b.weight",
         "a.weight",
     ]
     with pytest.raises(SyncError, match=r"a\.weight has an adapter and was not sent"):
-        list(checked([("b.weight", weight)], expected=expected))
+        list(check_merge([("b.weight", weight)], expected=expected))
     with pytest.raises(SyncError, match=r"a\.weight is not the model's weight with its adapter: 4 of 4"):
-        list(checked([("a.weight", 2 * weight)], expected=expected))
+        list(check_merge([("a.weight", 2 * weight)], expected=expected))
 
 
 def whole(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from appliance.record.plan import RunPlan
 from appliance.settings.sections import Optimizer
-from appliance.trainer.attest import as_planned
+from appliance.trainer.attest import set_as_planned
 from appliance.trainer.verl_engine import split_rates
 
 WARMUP = 7  # steps: a third of the rate is no power of two
@@ -59,7 +59,7 @@ def test_what_the_plan_changed_is_not_the_checkpoints(tmp_path: Path, after: int
     changed = {"learning_rate": 3e-5, "weight_decay": 0.1, "betas": (0.8, 0.99), "epsilon": 1e-6}
     plan = planned(tmp_path, scale=scale, **changed)
     optimizer, schedule = resumed(planned(tmp_path, scale=scale), plan=plan, after=after)
-    rate = as_planned(optimizer, schedule=schedule, plan=plan)
+    rate = set_as_planned(optimizer, schedule=schedule, plan=plan)
     anew, its_schedule = optimizer_of(plan)
     for _ in range(after):
         anew.step()
@@ -76,5 +76,5 @@ def test_without_a_change_no_bit_is_another(tmp_path: Path, scale: float) -> Non
     plan = planned(tmp_path, scale=scale)
     optimizer, schedule = resumed(plan, plan=plan, after=3)
     before = groups(optimizer), schedule.state_dict()
-    as_planned(optimizer, schedule=schedule, plan=plan)
+    set_as_planned(optimizer, schedule=schedule, plan=plan)
     assert (groups(optimizer), schedule.state_dict()) == before

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from appliance.errors import EngineError, ProcessDied
-from appliance.trainer.process_watch import death, ended_by
+from appliance.trainer.process_watch import describe_exit, error_of_death
 
 CRASH = (
     'actor_died_error_context {\n  error_message: "The actor is dead because its worker process has died. SYSTEM_ERROR'
@@ -30,13 +30,13 @@ def actor(name: str, *, state: str = "DEAD", cause: str | None = CRASH) -> dict[
     ],
 )
 def test_who_died(name: str, kind: type, message: str) -> None:
-    error = death(actor(name))
+    error = error_of_death(actor(name))
     assert type(error) is kind
     assert error.message == message
 
 
 def test_the_living_are_no_news() -> None:
-    assert death(actor("WorkerDict", state="ALIVE", cause=None)) is None
+    assert error_of_death(actor("WorkerDict", state="ALIVE", cause=None)) is None
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,12 @@ def test_the_living_are_no_news() -> None:
     ],
 )
 def test_ended_on_purpose_is_no_news(cause: str) -> None:
-    assert death(actor("WorkerDict", cause=cause)) is None
+    assert error_of_death(actor("WorkerDict", cause=cause)) is None
 
 
 def test_how_a_process_ended() -> None:
-    assert (ended_by(-9), ended_by(1), ended_by(-64)) == ("signal 9 (SIGKILL)", "exit code 1", "signal 64 (SIGRTMAX)")
+    texts = [describe_exit(code) for code in (-9, 1, -64)]
+    assert texts == ["signal 9 (SIGKILL)", "exit code 1", "signal 64 (SIGRTMAX)"]
 
 
 # A driver, with three actors where one of them is the victim. What is killed on purpose comes first, and must not be

@@ -29,7 +29,7 @@ from appliance.plan.verl_args import AGGREGATES
 from appliance.settings.sections import Correction
 from appliance.terms.settings import OldLogProbs
 from appliance.trainer import correction, metrics
-from appliance.trainer.metrics import keeping_fetched, left_out, measure_step
+from appliance.trainer.metrics import keeping_fetched, measure_step, metrics_left_out
 
 BATCH = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=[])
 
@@ -196,7 +196,7 @@ def test_rows_of_different_lengths_are_refused() -> None:
 @pytest.mark.parametrize("written", [math.nan], indirect=True)
 def test_an_update_that_is_left_out_is_said(tmp_path: Path, written: list[TensorDict]) -> None:
     _, telemetry = measure_step(BATCH, cap=2.0)
-    found = left_out(tmp_path, telemetry=telemetry, step=3)
+    found = metrics_left_out(tmp_path, telemetry=telemetry, step=3)
     assert found.keys() == {"actor/pg_clipfrac", "actor/grad_norm", "actor/lr"} and all(
         math.isnan(value) for value in found.values()
     )

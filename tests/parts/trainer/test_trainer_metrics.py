@@ -17,7 +17,7 @@ from appliance.record.events import append_failure
 from appliance.sync.records import Acknowledgement, Sent, SyncRecord, Telemetry
 from appliance.terms.settings import Dtype, OldLogProbs
 from appliance.trainer.entry import report, translate
-from appliance.trainer.metrics import StepParts, append_metrics, step_metrics, tracked
+from appliance.trainer.metrics import StepParts, append_metrics, step_metrics, tracked_numbers
 from appliance.trainer.precision import Live, mean_of
 
 MISMATCH = Mismatch(
@@ -206,4 +206,4 @@ def test_any_other_error_is_a_training_error_with_its_last_line() -> None:
 
 def test_backends_get_every_number_by_its_own_name_and_nothing_else() -> None:
     line = {"step": 3, "reward_mean": 0.5, "scheme": "int8", "emulated": False, "a": None, "b": float("nan"), "c": []}
-    assert tracked(line) == {"appliance/step": 3.0, "appliance/reward_mean": 0.5, "appliance/emulated": 0.0}
+    assert tracked_numbers(line) == {"appliance/step": 3.0, "appliance/reward_mean": 0.5, "appliance/emulated": 0.0}

@@ -10,7 +10,16 @@ import pytest
 from plans import make_plan
 
 from appliance.cluster import form
-from appliance.cluster.form import RETURNS_WITHIN_S, ClusterNode, RayCluster, Roll, call, missing, not_among, useful
+from appliance.cluster.form import (
+    RETURNS_WITHIN_S,
+    ClusterNode,
+    RayCluster,
+    Roll,
+    call_roll,
+    describe_missing_nodes,
+    nodes_not_among,
+    useful_nodes,
+)
 from appliance.errors import PreflightError
 from appliance.terms.devices import Topology
 
@@ -21,26 +30,26 @@ NEEDED = Topology(nodes=2, gpus_per_node=8, tensor_parallel=1, sequence_parallel
 
 
 def test_gpus_count_and_not_nodes() -> None:
-    assert useful([HEAD, SMALL], NEEDED) == [HEAD]
-    assert useful([HEAD, SMALL, OTHER], NEEDED) == [HEAD, OTHER]
+    assert useful_nodes([HEAD, SMALL], NEEDED) == [HEAD]
+    assert useful_nodes([HEAD, SMALL, OTHER], NEEDED) == [HEAD, OTHER]
 
 
 def test_what_is_missing_names_nodes_that_are_too_small() -> None:
-    assert missing([HEAD], NEEDED) == "1 of 2 nodes with 8 GPUs"
-    assert missing([HEAD, SMALL], NEEDED) == "1 of 2 nodes with 8 GPUs (gamma has 2)"
-    assert missing([], dataclasses.replace(NEEDED, gpus_per_node=1)) == "0 of 2 nodes with a GPU"
+    assert describe_missing_nodes([HEAD], NEEDED) == "1 of 2 nodes with 8 GPUs"
+    assert describe_missing_nodes([HEAD, SMALL], NEEDED) == "1 of 2 nodes with 8 GPUs (gamma has 2)"
+    assert describe_missing_nodes([], dataclasses.replace(NEEDED, gpus_per_node=1)) == "0 of 2 nodes with a GPU"
 
 
 def test_joined_and_left_are_told_by_id() -> None:
-    assert not_among([HEAD, OTHER], [HEAD]) == [OTHER]
+    assert nodes_not_among([HEAD, OTHER], [HEAD]) == [OTHER]
     again = ClusterNode("d", "beta", "10.0.0.2", gpus=8)  # the same host, started again: another node
-    assert not_among([HEAD, OTHER], [HEAD, again]) == [OTHER]
+    assert nodes_not_among([HEAD, OTHER], [HEAD, again]) == [OTHER]
 
 
 def call_with(
     roll: Roll, *now: ClusterNode, deaths: dict[str, str] | None = None, at: float = 0.0
 ) -> tuple[Roll, list[str]]:
-    return call(roll, now, deaths=deaths or {}, needed=NEEDED, at=at)
+    return call_roll(roll, now, deaths=deaths or {}, needed=NEEDED, at=at)
 
 
 def test_who_comes_and_goes_is_told_with_what_is_missing() -> None:
@@ -74,7 +83,7 @@ def test_the_wait_ends_with_the_name_of_who_is_not_back(tmp_path: Path, monkeypa
     """Ray's answers are given, one a look; the clock and the events are real."""
     plan = make_plan(tmp_path, nodes=2, gpus_per_node=8)
     answers = iter([([HEAD, SMALL], {}), *[([HEAD], {SMALL.id: "killed"})] * 9])
-    monkeypatch.setattr(form, "look_around", lambda: next(answers))
+    monkeypatch.setattr(form, "find_nodes", lambda: next(answers))
     monkeypatch.setattr(form, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(form, "RETURNS_WITHIN_S", 0.03)
     with pytest.raises(PreflightError) as caught:
@@ -95,7 +104,7 @@ def test_the_wait_ends_at_its_deadline_with_what_is_missing_and_the_line_to_type
     plan, clock = make_plan(tmp_path, nodes=2, gpus_per_node=8), Clock()
     looks: list[float] = []
     monkeypatch.setattr(form, "time", clock)
-    monkeypatch.setattr(form, "look_around", lambda: looks.append(clock.now) or ([HEAD, SMALL], {}))
+    monkeypatch.setattr(form, "find_nodes", lambda: looks.append(clock.now) or ([HEAD, SMALL], {}))
     monkeypatch.setattr(form, "_LOOK_EVERY_S", 2.0)
     monkeypatch.setattr(RayCluster, "_address", lambda self: "10.0.0.1:6379")
     with pytest.raises(PreflightError) as caught:

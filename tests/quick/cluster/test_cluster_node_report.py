@@ -15,9 +15,9 @@ from plans import HOST, make_plan, make_rollout, with_model
 from appliance.cluster.node_report import (
     NodeReport,
     describe_node,
-    differences,
+    list_differences,
+    list_warnings,
     plant_canary,
-    warnings,
 )
 from appliance.patch import recorded
 from appliance.plan.build import build_plan
@@ -65,7 +65,7 @@ def load_and_plan(run_dir: Path) -> RunPlan:
 
 def test_equal_nodes_have_no_differences(tmp_path: Path) -> None:
     other = dataclasses.replace(HEAD, name="beta")
-    assert differences([HEAD, other], head=HEAD, plan=plan_of(tmp_path), canary="word") == []
+    assert list_differences([HEAD, other], head=HEAD, plan=plan_of(tmp_path), canary="word") == []
 
 
 def test_each_difference_is_named_with_its_node(tmp_path: Path) -> None:
@@ -84,12 +84,12 @@ def test_each_difference_is_named_with_its_node(tmp_path: Path) -> None:
     }
     for sentence, change in cases.items():
         other = dataclasses.replace(HEAD, name="beta", **change)
-        assert differences([HEAD, other], head=HEAD, plan=plan, canary="word") == [f"beta: {sentence}"]
+        assert list_differences([HEAD, other], head=HEAD, plan=plan, canary="word") == [f"beta: {sentence}"]
 
 
 def test_a_folder_of_the_same_name_on_another_file_system_is_told_by_its_canary(tmp_path: Path) -> None:
     other = dataclasses.replace(HEAD, name="beta", canary="a word of another run")
-    [problem] = differences([other], head=HEAD, plan=plan_of(tmp_path), canary="word")
+    [problem] = list_differences([other], head=HEAD, plan=plan_of(tmp_path), canary="word")
     assert problem.startswith("beta: does not see ")
 
 
@@ -98,12 +98,12 @@ def test_a_node_is_judged_as_the_heads_host_is(tmp_path: Path) -> None:
     small = dataclasses.replace(HOST, limits=Limits(open_files=256), shm_free_bytes=1 << 20)
     other = dataclasses.replace(HEAD, name="beta", facts=small)
     plan = plan_of(tmp_path)
-    assert differences([HEAD, other], head=HEAD, plan=plan, canary="word") == [
+    assert list_differences([HEAD, other], head=HEAD, plan=plan, canary="word") == [
         "beta: ulimit -n: a process may open 256 files, Ray and vLLM want 1024",
         "beta: /dev/shm: 1 MiB free, Ray and the weight updates need about 256",
     ]
     fine = dataclasses.replace(other, facts=dataclasses.replace(HOST, memory_free_bytes=1))
-    assert differences([fine], head=HEAD, plan=plan, canary="word") == []  # a warning is the head's to say
+    assert list_differences([fine], head=HEAD, plan=plan, canary="word") == []  # a warning is the head's to say
 
 
 def test_what_a_nodes_host_lacks_is_named(tmp_path: Path) -> None:
@@ -113,17 +113,17 @@ def test_what_a_nodes_host_lacks_is_named(tmp_path: Path) -> None:
     )
     other = dataclasses.replace(HEAD, name="beta", facts=poor)
     plan = load_and_plan(tmp_path)
-    assert differences([HEAD, other], head=HEAD, plan=plan, canary="word") == [
+    assert list_differences([HEAD, other], head=HEAD, plan=plan, canary="word") == [
         "beta: libnuma.so.1: the shared library is missing, vLLM needs it",
         "beta: cluster.run_dir: /runs cannot be written",
     ]
-    [said] = warnings([HEAD, other], head=HEAD, plan=plan)
+    [said] = list_warnings([HEAD, other], head=HEAD, plan=plan)
     assert re.match(r"beta: memory: \d+\.\d GiB are missing: 1\.0 GiB free, the run takes about ", said), said
     recipe = load_recipe("dapo-7b-int8", sets=[f"cluster.run_dir={tmp_path}", "trainer.attention=flash_attention_2"])
     on_gpus = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
     gpus = (H100,) * on_gpus.cluster.gpus_per_node
     head, bare = with_gpus(HEAD, *gpus), dataclasses.replace(HOST, gpus=gpus)
-    [problem] = differences(
+    [problem] = list_differences(
         [dataclasses.replace(head, name="beta", facts=bare)], head=head, plan=on_gpus, canary="word"
     )
     assert problem.startswith("beta: trainer.attention: `flash_attention_2` needs the package")
@@ -132,7 +132,7 @@ def test_what_a_nodes_host_lacks_is_named(tmp_path: Path) -> None:
 def test_a_node_with_another_version_is_not_told_of_its_patches_too(tmp_path: Path) -> None:
     versions = (("ray", "2.60.0"), ("vllm", "0.27.0"))
     other = dataclasses.replace(HEAD, name="beta", versions=versions, patches=(("a", "made for another"),))
-    found = differences([other], head=HEAD, plan=plan_of(tmp_path), canary="word")
+    found = list_differences([other], head=HEAD, plan=plan_of(tmp_path), canary="word")
     assert found == ["beta: has vllm 0.27.0, the head 0.28.0"]
 
 
@@ -141,7 +141,7 @@ def test_what_a_nodes_container_lacks_is_named(tmp_path: Path) -> None:
     container = ContainerFacts("gpu", "/runs", run_root_lasts=True, uid=1, gid=0, tmp_runs_programs=False)
     host = dataclasses.replace(HOST, container=container, run_root_problem="/runs cannot be written")
     other = dataclasses.replace(HEAD, name="beta", facts=host)
-    found = differences([other], head=HEAD, plan=plan_of(tmp_path), canary="word")
+    found = list_differences([other], head=HEAD, plan=plan_of(tmp_path), canary="word")
     assert found == [
         "beta: cluster.run_dir: /runs: the volume does not let user 1, group 0 write",
         f"beta: {tempfile.gettempdir()}: programs cannot be started from it, and compiled kernels lie there",
@@ -156,18 +156,18 @@ def test_a_node_with_too_little_memory_for_what_is_offloaded_is_named(tmp_path: 
     small = dataclasses.replace(HOST, gpus=gpus, memory_bytes=50 << 30)
     other = dataclasses.replace(head, name="beta", facts=small)
     shape = KNOWN["Qwen/Qwen2.5-32B"]
-    [problem] = differences([other], head=head, plan=plan, canary="word", shape=shape)
+    [problem] = list_differences([other], head=head, plan=plan, canary="word", shape=shape)
     assert problem == ("beta: trainer.offload_optimizer: 92 GiB of the trainer's state are offloaded, this host has 50")
     large = dataclasses.replace(other, facts=dataclasses.replace(small, memory_bytes=2000 << 30))
-    assert differences([large], head=head, plan=plan, canary="word", shape=shape) == []
+    assert list_differences([large], head=head, plan=plan, canary="word", shape=shape) == []
 
 
 def test_warnings_of_other_hosts_are_said_and_stop_nothing(tmp_path: Path) -> None:
     few = dataclasses.replace(HOST, limits=Limits(threads=100))
     plan, here = plan_of(tmp_path), dataclasses.replace(HEAD, facts=few)
     other = dataclasses.replace(here, name="beta")
-    assert differences([here, other], head=HEAD, plan=plan, canary="word") == []
-    assert warnings([here, other], head=HEAD, plan=plan) == [
+    assert list_differences([here, other], head=HEAD, plan=plan, canary="word") == []
+    assert list_warnings([here, other], head=HEAD, plan=plan) == [
         "beta: ulimit -u: 100 processes and threads are allowed, a run on 2 cores may start 2048"
     ]
 
@@ -177,31 +177,31 @@ def test_a_worker_with_fewer_cores_than_threads_is_told(tmp_path: Path) -> None:
     beta, gamma = (dataclasses.replace(HEAD, name=name) for name in ("beta", "gamma"))
     with_one_core = dataclasses.replace(gamma, facts=dataclasses.replace(HOST, cores=1))
     plan = plan_of(tmp_path).replace(env=(("OMP_NUM_THREADS", "2"),))
-    assert warnings([HEAD, beta, with_one_core], head=HEAD, plan=plan) == [
+    assert list_warnings([HEAD, beta, with_one_core], head=HEAD, plan=plan) == [
         "gamma: has 1 core: a process there takes as many threads, not the plan's 2"
     ]
     plan = plan.replace(env=(("OMP_NUM_THREADS", "8"),))
-    assert warnings([HEAD, beta], head=HEAD, plan=plan) == [
+    assert list_warnings([HEAD, beta], head=HEAD, plan=plan) == [
         "beta: has 2 cores: a process there takes as many threads, not the plan's 8"
     ]
-    assert warnings([HEAD, with_one_core], head=HEAD, plan=plan.replace(env=())) == []
+    assert list_warnings([HEAD, with_one_core], head=HEAD, plan=plan.replace(env=())) == []
 
 
 def test_a_worker_needs_no_log_backend(tmp_path: Path) -> None:
     plan = plan_of(tmp_path).replace(logging=Logging(backends=("wandb", "trackio")))
     without = dataclasses.replace(HEAD, name="beta", facts=dataclasses.replace(HOST, packages=frozenset()))
-    assert differences([HEAD, without], head=HEAD, plan=plan, canary="word") == []
+    assert list_differences([HEAD, without], head=HEAD, plan=plan, canary="word") == []
 
 
 def test_all_differences_of_all_nodes_come_at_once(tmp_path: Path) -> None:
     beta = dataclasses.replace(HEAD, name="beta", python="3.11.9", canary="")
     gamma = dataclasses.replace(HEAD, name="gamma", fingerprint="e" * 64)
-    found = differences([HEAD, beta, gamma], head=HEAD, plan=plan_of(tmp_path), canary="word")
+    found = list_differences([HEAD, beta, gamma], head=HEAD, plan=plan_of(tmp_path), canary="word")
     assert [sentence.split(":")[0] for sentence in found] == ["beta", "beta", "gamma"]
 
 
 def test_a_node_that_has_no_kernels_for_the_scheme_is_refused(tmp_path: Path) -> None:
-    [problem] = differences([HEAD], head=HEAD, plan=plan_of(tmp_path, Scheme.FP8), canary="word")
+    [problem] = list_differences([HEAD], head=HEAD, plan=plan_of(tmp_path, Scheme.FP8), canary="word")
     assert problem.startswith("alpha: cannot run `fp8`: vLLM's FP8 kernels on a CPU need AMX")
 
 
@@ -216,14 +216,14 @@ def test_gpus_of_another_kind_too_few_or_smaller_ones_are_refused(tmp_path: Path
     }
     for sentence, gpus in cases.items():
         other = dataclasses.replace(with_gpus(head, *gpus), name="beta")
-        assert differences([head, other], head=head, plan=plan, canary="word") == [f"beta: {sentence}"]
+        assert list_differences([head, other], head=head, plan=plan, canary="word") == [f"beta: {sentence}"]
     alike = HostGpu(H100.product, (80 << 30) * 99 // 100)
-    assert differences([with_gpus(head, alike, alike)], head=head, plan=plan, canary="word") == []
+    assert list_differences([with_gpus(head, alike, alike)], head=head, plan=plan, canary="word") == []
     less = HostGpu(H100.product, (80 << 30) * 97 // 100)
-    [problem] = differences([with_gpus(head, less, less)], head=head, plan=plan, canary="word")
+    [problem] = list_differences([with_gpus(head, less, less)], head=head, plan=plan, canary="word")
     assert problem == "alpha: has GPUs of 79462 MiB, the head of 81920"
     more = with_gpus(dataclasses.replace(head, name="beta"), H100, H100, H100, HostGpu("NVIDIA H100 NVL", 94 << 30))
-    assert differences([head, more], head=head, plan=plan, canary="word") == []
+    assert list_differences([head, more], head=head, plan=plan, canary="word") == []
 
 
 def test_a_model_of_the_hub_is_compared_by_its_commit(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_model_of_the_hub_is_compared_by_its_commit(tmp_path: Path) -> None:
     }
     for sentence, change in cases.items():
         other = dataclasses.replace(head, name="beta", **change)
-        assert differences([head, other], head=head, plan=plan, canary="word") == [f"beta: {sentence}"]
+        assert list_differences([head, other], head=head, plan=plan, canary="word") == [f"beta: {sentence}"]
 
 
 def test_a_node_describes_what_it_sees(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from appliance.cluster.join import _end
-from appliance.cluster.node_report import RunNotice, end_of, is_resumed, read_notice, write_notice
+from appliance.cluster.node_report import RunNotice, is_resumed, read_end, read_notice, write_notice
 from appliance.errors import EngineError, ProcessDied, TrainingError
 from appliance.record.session import RunRecord, RunStatus, write_record
 from appliance.terms.environment import NODE_VARIABLE
@@ -57,20 +57,20 @@ def test_where_no_join_made_the_node_nothing_is_kept(run_dir: Path, monkeypatch:
 @pytest.mark.parametrize("state", [RunStatus.STARTING, RunStatus.RUNNING])
 def test_a_training_that_goes_on_has_no_end(run_dir: Path, state: RunStatus) -> None:
     write_record(run_dir, dataclasses.replace(GOING, state=state))
-    assert end_of(RunNotice(run_dir, attempt=HERE)) is None
+    assert read_end(RunNotice(run_dir, attempt=HERE)) is None
 
 
 def test_the_end_of_another_attempt_is_not_this_ones(run_dir: Path) -> None:
     ended = dataclasses.replace(GOING, state=RunStatus.FAILED, attempt=HERE + 1)
     write_record(run_dir, ended)
-    assert end_of(RunNotice(run_dir, attempt=HERE)) is None
+    assert read_end(RunNotice(run_dir, attempt=HERE)) is None
     assert is_resumed(RunNotice(run_dir, attempt=HERE)) and not is_resumed(RunNotice(run_dir, attempt=HERE + 1))
-    assert end_of(RunNotice(run_dir, attempt=HERE + 1)) == ended
+    assert read_end(RunNotice(run_dir, attempt=HERE + 1)) == ended
 
 
 def test_a_run_that_cannot_be_read_has_no_end(run_dir: Path) -> None:
     (run_dir / "run.json").write_text("{")
-    assert end_of(RunNotice(run_dir, attempt=HERE)) is None
+    assert read_end(RunNotice(run_dir, attempt=HERE)) is None
     assert not is_resumed(RunNotice(run_dir / "gone", attempt=HERE))
 
 

@@ -13,7 +13,7 @@ from hub_variables import set_hub
 from plans import HOST
 
 from appliance.compare import arms, command, results
-from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, resumed_run, set_aside
+from appliance.compare.arms import Existing, PlannedRun, look_at_run, plan_runs, resumed_run, set_aside
 from appliance.compare.command import _ready, _where
 from appliance.compare.file import load_comparison
 from appliance.compare.results import (
@@ -73,20 +73,20 @@ def end(run: PlannedRun, *, state: RunStatus, code: int, recipe: str | None = No
 def test_a_result_is_a_good_end_or_a_stop_by_the_guard(
     planned: list[PlannedRun], state: RunStatus, code: int, existing: Existing
 ) -> None:
-    assert look(planned[0]) is Existing.NOTHING
+    assert look_at_run(planned[0]) is Existing.NOTHING
     end(planned[0], state=state, code=code)
-    assert look(planned[0]) is existing
+    assert look_at_run(planned[0]) is existing
     assert (read_result(planned[0]) is not None) == (existing is Existing.DONE)
 
 
 def test_a_run_of_another_recipe_is_not_taken_for_this_one(planned: list[PlannedRun]) -> None:
     end(planned[0], state=RunStatus.DONE, code=0, recipe=to_yaml(planned[1].recipe))
-    assert look(planned[0]) is Existing.OTHER
+    assert look_at_run(planned[0]) is Existing.OTHER
 
 
 def test_a_folder_that_is_no_run_is_not_taken_for_one(planned: list[PlannedRun]) -> None:
     planned[0].run_dir.mkdir(parents=True)
-    assert look(planned[0]) is Existing.OTHER
+    assert look_at_run(planned[0]) is Existing.OTHER
 
 
 def test_a_run_without_a_whole_checkpoint_is_done_again(planned: list[PlannedRun]) -> None:
@@ -99,7 +99,7 @@ def test_a_run_whose_disk_of_checkpoints_is_gone_is_not_done_again(planned: list
     end(planned[0], state=RunStatus.STOPPED, code=75)
     (planned[0].run_dir / "checkpoints").symlink_to(planned[0].run_dir / "gone")
     with pytest.raises(RecipeError, match=r"leads to .*gone, which is not there"):
-        _ready(planned[0], state=look(planned[0]))
+        _ready(planned[0], state=look_at_run(planned[0]))
     assert planned[0].run_dir.is_dir()  # not set aside
 
 
@@ -114,7 +114,7 @@ def test_a_run_that_was_stopped_goes_on_from_its_newest_whole_checkpoint(
         (folder / "data.pt").write_bytes(b"weights")
         seal(folder, facts=Facts(step=step, world_size=1, reason="", time=0.0))
     (folder / "data.pt").write_bytes(b"weight")  # the newest is damaged
-    ready = _ready(run, state=look(run))
+    ready = _ready(run, state=look_at_run(run))
     assert capsys.readouterr().err == "a, seed 0: resumes after step 4\n"
     assert ready.resume is not None and ready.resume.step == 4
     newest = str(checkpoint_folder(run.run_dir, step=4))
@@ -154,7 +154,7 @@ def test_a_comparison_keeps_its_day(
         download()
     today[0] = "2026-12-01"
     again, other = plan_runs(load_comparison("c.yaml"))
-    assert (look(again), look(other)) == (Existing.DONE, Existing.NOTHING)
+    assert (look_at_run(again), look_at_run(other)) == (Existing.DONE, Existing.NOTHING)
     assert (again.plan.task, other.plan.task) == (first.plan.task, later.plan.task)
 
 
@@ -210,13 +210,13 @@ def test_a_disk_that_fills_up_is_the_fault_of_the_run_alone(
 def test_a_run_whose_launcher_is_gone_is_unfinished(planned: list[PlannedRun]) -> None:
     with create_session(planned[0].plan, recipe_yaml=to_yaml(planned[0].recipe), is_chosen=False):
         pass
-    assert look(planned[0]) is Existing.UNFINISHED
+    assert look_at_run(planned[0]) is Existing.UNFINISHED
 
 
 def test_a_run_that_is_going_on_is_left_alone(planned: list[PlannedRun]) -> None:
     going_on = create_session(planned[0].plan, recipe_yaml=to_yaml(planned[0].recipe), is_chosen=False)
     with going_on, pytest.raises(PreflightError) as raised:
-        look(planned[0])
+        look_at_run(planned[0])
     assert raised.value.message == f"{planned[0].run_dir}: this run is still running"
 
 
@@ -351,11 +351,11 @@ def test_a_finished_run_on_other_problems_is_not_taken_for_this_one(
         Path(f"{name}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 600)
     run = plan_runs(load_comparison("c.yaml"))[0]
     end(run, state=RunStatus.DONE, code=0)
-    assert look(run) is Existing.DONE
+    assert look_at_run(run) is Existing.DONE
     Path("v.jsonl").write_text('{"question": "1 + 2?", "answer": "#### 3"}\n' * 600)
-    assert look(plan_runs(load_comparison("c.yaml"))[0]) is Existing.OTHER
+    assert look_at_run(plan_runs(load_comparison("c.yaml"))[0]) is Existing.OTHER
     (run.run_dir / "plan.json").write_text("{")
-    assert look(run) is Existing.OTHER
+    assert look_at_run(run) is Existing.OTHER
 
 
 def test_rewards_that_are_half_written_are_none(tmp_path: Path) -> None:

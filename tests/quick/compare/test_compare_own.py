@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.compare.arms import Existing, PlannedRun, look, plan_runs
+from appliance.compare.arms import Existing, PlannedRun, look_at_run, plan_runs
 from appliance.compare.file import load_comparison
 from appliance.errors import RecipeError
 from appliance.recipe.load import to_yaml
@@ -111,6 +111,6 @@ def test_a_run_with_other_code_is_another_one(folder: Path) -> None:
     run = planned()[0]
     with create_session(run.plan, recipe_yaml=to_yaml(run.recipe), is_chosen=False) as session:
         session.finish(state=RunStatus.DONE, exit_code=0, reason="")
-    assert look(planned()[0]) is Existing.DONE
+    assert look_at_run(planned()[0]) is Existing.DONE
     (folder / "rewards.py").write_text("def f(response, truth): return 2 * float(response == truth)")
-    assert look(planned()[0]) is Existing.OTHER
+    assert look_at_run(planned()[0]) is Existing.OTHER

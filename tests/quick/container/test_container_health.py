@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from appliance.cluster.node_report import write_notice
-from appliance.container.health import QUIET_S, ContainerHealth, judge_run, look, marked
+from appliance.container.health import QUIET_S, ContainerHealth, find_marked_folders, judge_run, look_at_container
 from appliance.record.session import RunRecord, RunStatus, write_record
 
 RUNNING = RunRecord(RunStatus.RUNNING, phase="rollout", attempt=2)
@@ -50,16 +50,16 @@ def test_runs_are_found_by_the_mark_of_their_processes(tmp_path: Path) -> None:
     a_process(tmp_path, pid=8, environment=b"APPLIANCE_RUN=/runs/a-1\0")
     a_process(tmp_path, pid=9, environment=b"NOT_APPLIANCE_RUN=/runs/b-1\0")
     (tmp_path / "self").mkdir()
-    assert marked(tmp_path) == ([Path("/runs/a-1")], [])
+    assert find_marked_folders(tmp_path) == ([Path("/runs/a-1")], [])
 
 
 def test_before_the_run_has_processes_it_is_healthy(tmp_path: Path) -> None:
-    assert look(tmp_path) == ContainerHealth(True, "no run yet")
+    assert look_at_container(tmp_path) == ContainerHealth(True, "no run yet")
 
 
 def test_a_run_without_its_record_is_not_healthy(tmp_path: Path) -> None:
     a_process(tmp_path / "proc", pid=7, environment=f"APPLIANCE_RUN={tmp_path}/a-1\0".encode())
-    found = look(tmp_path / "proc")
+    found = look_at_container(tmp_path / "proc")
     assert not found.is_healthy and "No such file or directory" in found.text
 
 
@@ -75,8 +75,8 @@ def node(tmp_path: Path) -> Path:
 
 
 def test_a_node_is_healthy_before_it_knows_its_training(tmp_path: Path, node: Path) -> None:
-    assert marked(tmp_path / "proc") == ([], [node])
-    assert look(tmp_path / "proc") == ContainerHealth(True, "a node that has no training yet")
+    assert find_marked_folders(tmp_path / "proc") == ([], [node])
+    assert look_at_container(tmp_path / "proc") == ContainerHealth(True, "a node that has no training yet")
 
 
 def test_a_node_follows_the_run_that_it_works_for(tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,13 +86,13 @@ def test_a_node_follows_the_run_that_it_works_for(tmp_path: Path, node: Path, mo
     write_record(run, RUNNING)
     monkeypatch.setenv("APPLIANCE_NODE", str(node))
     write_notice(run)
-    assert look(tmp_path / "proc") == ContainerHealth(True, "node of a-1: attempt 2, generating rollouts")
+    assert look_at_container(tmp_path / "proc") == ContainerHealth(True, "node of a-1: attempt 2, generating rollouts")
     write_record(run, RunRecord(RunStatus.FAILED, reason="the disk is full"))
-    assert look(tmp_path / "proc") == ContainerHealth(False, "node of a-1: failed: the disk is full")
+    assert look_at_container(tmp_path / "proc") == ContainerHealth(False, "node of a-1: failed: the disk is full")
     old = time.time() - 2 * QUIET_S
     write_record(run, RUNNING)
     os.utime(run, (old, old))
-    assert look(tmp_path / "proc").text.endswith("nothing new for 60 minutes")
+    assert look_at_container(tmp_path / "proc").text.endswith("nothing new for 60 minutes")
 
 
 def test_processes_that_lost_their_node_are_still_its(
@@ -106,12 +106,12 @@ def test_processes_that_lost_their_node_are_still_its(
     write_notice(run)
     a_process(tmp_path / "proc", pid=9, environment=f"APPLIANCE_RUN={node}\0".encode())
     a_process(tmp_path / "proc", pid=10, environment=f"APPLIANCE_RUN={run}\0".encode())
-    assert look(tmp_path / "proc") == ContainerHealth(True, "node of a-1: attempt 2, generating rollouts")
+    assert look_at_container(tmp_path / "proc") == ContainerHealth(True, "node of a-1: attempt 2, generating rollouts")
 
 
 def test_a_node_that_does_not_see_its_run_is_not_healthy(tmp_path: Path, node: Path) -> None:
     (node / "training.json").write_text(json.dumps({"run_dir": str(tmp_path / "gone"), "attempt": 1}))
-    found = look(tmp_path / "proc")
+    found = look_at_container(tmp_path / "proc")
     assert not found.is_healthy and found.text.startswith(f"node {node}: ") and "No such file" in found.text
 
 
@@ -124,6 +124,8 @@ def test_the_newest_word_of_any_process_counts(tmp_path: Path) -> None:
         (run / name).touch()
         os.utime(run / name, (old, old))
     a_process(tmp_path / "proc", pid=7, environment=f"APPLIANCE_RUN={run}\0".encode())
-    assert look(tmp_path / "proc") == ContainerHealth(False, "a-1: attempt 1, done: nothing new for 60 minutes")
+    assert look_at_container(tmp_path / "proc") == ContainerHealth(
+        False, "a-1: attempt 1, done: nothing new for 60 minutes"
+    )
     (run / "logs/1/train.log").touch()
-    assert look(tmp_path / "proc") == ContainerHealth(True, "a-1: attempt 1, done")
+    assert look_at_container(tmp_path / "proc") == ContainerHealth(True, "a-1: attempt 1, done")

@@ -20,11 +20,11 @@ from appliance.container.launch import (
     ContainerSpec,
     container_spec,
     examine_and_train,
+    expand_home,
     inner_argv,
+    require_host,
     run_in_container,
-    stop_without,
     train_in_container,
-    without_home,
 )
 from appliance.errors import PreflightError, RecipeError
 from appliance.finding import Finding, Severity, error, fault
@@ -303,7 +303,7 @@ def test_paths_below_the_home_reach_the_container_in_full(monkeypatch: pytest.Mo
     monkeypatch.setenv("HOME", "/srv/me: it's")
     sets = ("model.path=~/models/qwen", "model.builtin=null", "cluster.run_dir=~/runs", "task.kind=gsm8k")
     typed = load_recipe("arithmetic-tiny-int8", sets=(*sets, "task.train_file=/data/a.jsonl"))
-    line = tuple(without_home(typed))
+    line = tuple(expand_home(typed))
     assert line[::2] == ("--set", "--set")
     inside = load_recipe("arithmetic-tiny-int8", sets=(*sets, "task.train_file=/data/a.jsonl", *line[1::2]))
     assert inside.model.path == "/srv/me: it's/models/qwen"
@@ -334,7 +334,7 @@ def test_files_of_a_task_of_ones_own_below_the_home_are_mounted_and_read_inside(
     made = container_spec(plan, (), typed="a", image=None, folder=tmp_path, user="1000:0")
     below = [(f"/srv/me: it's/{each}", True) for each in read]
     assert made.folders == ((str(tmp_path), False), *below)
-    line = tuple(without_home(typed))
+    line = tuple(expand_home(typed))
     monkeypatch.setenv("HOME", "/another")
     inside = load_recipe("arithmetic-tiny-int8", sets=(*sets, *line[1::2]))
     assert build_plan(inside, run_dir=tmp_path / "runs" / "a-1", host=HOST).task == plan.task
@@ -379,10 +379,10 @@ def test_the_program_inside_gets_the_same_line_without_the_container() -> None:
 
 def test_what_the_image_brings_does_not_stop_it_and_a_missing_gpu_does(capsys: pytest.CaptureFixture[str]) -> None:
     brought = [Finding(Severity.ERROR, code, ("a",), "is missing") for code in ("flash-attention", "patch")]
-    stop_without([*brought, Finding(Severity.WARNING, "memory", ("memory",), "is small")])
+    require_host([*brought, Finding(Severity.WARNING, "memory", ("memory",), "is small")])
     assert capsys.readouterr().err == ""
     with pytest.raises(PreflightError, match="1 finding above"):
-        stop_without([*brought, Finding(Severity.ERROR, "no-gpu", ("cluster.device",), "no GPU")])
+        require_host([*brought, Finding(Severity.ERROR, "no-gpu", ("cluster.device",), "no GPU")])
     assert capsys.readouterr().err == "error: cluster.device: no GPU\n"
 
 

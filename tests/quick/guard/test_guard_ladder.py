@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from appliance.guard.governor import Level, Measures, Rung, ladder, measures, place
+from appliance.guard.governor import Level, Measures, Rung, ladder, measures_of_level, place_on_ladder
 from appliance.guard.policy import Action, Policy
 from appliance.terms.schemes import Scheme
 
@@ -62,11 +62,13 @@ def test_only_allowed_actions_are_on_the_ladder(count: int, scheme: Scheme) -> N
 
 def test_measures_of_each_level() -> None:
     policy = Policy(Scheme.INT8, actions=EVERYTHING)
-    measures_by_level = {level.text: measures(level, policy=policy) for level in ladder(policy)}
+    measures_by_level = {level.text: measures_of_level(level, policy=policy) for level in ladder(policy)}
     untouched = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=False)
     tight = Measures(Scheme.INT8, bf16_layer_fraction=0.0, tight=True)
     bf16 = Measures(Scheme.BF16, bf16_layer_fraction=1.0, tight=True)
-    assert measures_by_level["observe"] == measures_by_level["warn"] == measures(None, policy=policy) == untouched
+    assert (
+        measures_by_level["observe"] == measures_by_level["warn"] == measures_of_level(None, policy=policy) == untouched
+    )
     assert measures_by_level["tighten"] == tight
     assert measures_by_level["raise-precision (int8, 25% of layers in bf16)"].bf16_layer_fraction == 0.25
     assert measures_by_level["raise-precision (int8, 25% of layers in bf16)"].tight
@@ -76,18 +78,21 @@ def test_measures_of_each_level() -> None:
 
 def test_nothing_is_tightened_where_tightening_is_forbidden() -> None:
     policy = Policy(Scheme.INT8, actions=frozenset({Action.BF16, Action.STOP}))
-    found = measures(ladder(policy)[-2], policy=policy)
+    found = measures_of_level(ladder(policy)[-2], policy=policy)
     assert found == Measures(Scheme.BF16, bf16_layer_fraction=1.0, tight=False)
 
 
 def test_a_level_that_a_changed_policy_lost_becomes_the_next_lower_one() -> None:
     """A resume with other actions: from raised precision of layers to a ladder that cannot raise."""
     levels = ladder(Policy(Scheme.INT8))
-    assert levels[place(Level(Rung.RAISE_PRECISION, Scheme.INT8, 0.25), levels=levels)].rung is Rung.TIGHTEN
+    assert levels[place_on_ladder(Level(Rung.RAISE_PRECISION, Scheme.INT8, 0.25), levels=levels)].rung is Rung.TIGHTEN
     other_shares = ladder(Policy(Scheme.INT8, actions=EVERYTHING, bf16_layer_fractions=(0.1, 0.6)))
-    assert other_shares[place(Level(Rung.RAISE_PRECISION, Scheme.INT8, 0.25), levels=other_shares)].text == (
+    assert other_shares[place_on_ladder(Level(Rung.RAISE_PRECISION, Scheme.INT8, 0.25), levels=other_shares)].text == (
         "raise-precision (int8, 60% of layers in bf16)"
     )
     only_warn = ladder(Policy(Scheme.INT8, actions=frozenset({Action.WARN})))
-    assert only_warn[place(Level(Rung.BF16, Scheme.BF16, 1.0), levels=only_warn)].rung is Rung.WARN
-    assert place(Level(Rung.BF16, Scheme.BF16, 1.0), levels=ladder(Policy(Scheme.INT8, actions=frozenset()))) == 0
+    assert only_warn[place_on_ladder(Level(Rung.BF16, Scheme.BF16, 1.0), levels=only_warn)].rung is Rung.WARN
+    assert (
+        place_on_ladder(Level(Rung.BF16, Scheme.BF16, 1.0), levels=ladder(Policy(Scheme.INT8, actions=frozenset())))
+        == 0
+    )

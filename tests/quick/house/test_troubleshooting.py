@@ -20,7 +20,7 @@ from appliance import errors
 from appliance.console import READER_GONE
 from appliance.guard.governor import Decision, Level, Move, Rung
 from appliance.guard.policy import Action, Collapse, MismatchBounds
-from appliance.guard.signals import BoundSide, Cause, CollapseGuard, Signals, Watches, watch
+from appliance.guard.signals import BoundSide, Cause, CollapseGuard, Signals, Watches, watch_guards
 from appliance.launch import outcome
 from appliance.terms.schemes import Scheme
 
@@ -105,7 +105,7 @@ def alarms() -> dict[str, str]:
     )
     level, signal_by_symptom = Level(Rung.OBSERVE, Scheme.INT8), {}
     for _ in range(max(limits.entropy.warn_after, limits.equal_samples.warn_after)):
-        memory, reports = watch(memory, signals, limits=limits, calm_after=1)
+        memory, reports = watch_guards(memory, signals, limits=limits, calm_after=1)
         for report in reports:
             decision = Decision(
                 9, Move.ALARM, Action.WARN, level, level, (report.cause,), 1, judged_steps=1, guard=report.guard

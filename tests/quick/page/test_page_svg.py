@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from appliance.page.stacked import Band, merged, stacked_chart
+from appliance.page.stacked import Band, merge_bands, stacked_chart
 from appliance.page.svg import (
     Axis,
     Bound,
@@ -95,15 +95,15 @@ def test_parts_lie_on_one_another() -> None:
 
 def test_short_bands_belong_to_their_neighbour_and_gaps_stay() -> None:
     bands = [Band(0, 10, "a", 0), Band(10, 10.1, "b", 1), Band(10.1, 20, "a", 0), Band(50, 60, "a", 0)]
-    assert merged(bands, least=1.0) == [Band(0, 20, "a", 0), Band(50, 60, "a", 0)]
+    assert merge_bands(bands, least=1.0) == [Band(0, 20, "a", 0), Band(50, 60, "a", 0)]
     many_short = [Band(0, 5, "a", 0), *(Band(5 + each / 2, 5.5 + each / 2, "b", 1) for each in range(20))]
-    assert merged(many_short, least=1.0) == [Band(0, 5, "a", 0), Band(5, 15, "b", 1)]  # together they are long
+    assert merge_bands(many_short, least=1.0) == [Band(0, 5, "a", 0), Band(5, 15, "b", 1)]  # together they are long
     in_turn = [
         Band(at, at + width, name, 0)
         for each in range(9)
         for at, width, name in ((each, 0.2, "b"), (each + 0.2, 0.8, "a"))
     ]
-    assert merged(in_turn, least=2.0) == [Band(0, 9, "a", 0)]  # though "b" is the first
+    assert merge_bands(in_turn, least=2.0) == [Band(0, 9, "a", 0)]  # though "b" is the first
 
 
 def test_ticks_are_round_and_few() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from appliance import patch as patch_module
 from appliance.errors import PatchError
-from appliance.patch import Patch, applied, apply_patch, recorded, source_hash
+from appliance.patch import Patch, applied_patches, apply_patch, recorded, source_hash
 
 PACKAGE = Path(patch_module.__file__).parent
 SOURCE = """
@@ -65,7 +65,7 @@ def plus_one(original):
 def test_a_patch_replaces_its_target(target) -> None:
     apply_patch(record(sources=here(source_hash(target.double))), plus_one)
     assert target.double(5) == 11
-    assert applied() == ("a-patch",)
+    assert applied_patches() == ("a-patch",)
 
 
 def test_a_patch_replaces_a_method(target) -> None:
@@ -79,14 +79,14 @@ def test_a_second_call_changes_nothing(target) -> None:
     apply_patch(one, plus_one)
     apply_patch(one, plus_one)
     assert target.double(5) == 11
-    assert applied() == ("a-patch",)
+    assert applied_patches() == ("a-patch",)
 
 
 def test_applied_lists_the_names_sorted(target) -> None:
-    assert applied() == ()
+    assert applied_patches() == ()
     apply_patch(record("b", sources=here(source_hash(target.double))), plus_one)
     apply_patch(record("a", target="patch_target:Thing.size", sources=here(source_hash(target.Thing.size))), plus_one)
-    assert applied() == ("a", "b")
+    assert applied_patches() == ("a", "b")
 
 
 def test_another_version_is_refused(target) -> None:
@@ -96,7 +96,7 @@ def test_another_version_is_refused(target) -> None:
     assert raised.value.message == f"patch a-patch: made for pydantic 0.0.1, 0.0.2; {installed} is installed"
     assert raised.value.hint == "install the locked requirements (make demo does)"
     assert raised.value.exit_code == 4
-    assert (target.double(5), applied()) == (10, ())
+    assert (target.double(5), applied_patches()) == (10, ())
 
 
 def test_another_source_is_refused(target) -> None:
@@ -107,7 +107,7 @@ def test_another_source_is_refused(target) -> None:
         f"(sha256 {source_hash(target.double)})"
     )
     assert raised.value.hint == "reinstall the locked requirements, or renew the patch for the changed source"
-    assert (target.double(5), applied()) == (10, ())
+    assert (target.double(5), applied_patches()) == (10, ())
 
 
 def test_a_target_that_somebody_else_replaced_is_refused(target) -> None:
@@ -127,7 +127,7 @@ def test_a_missing_target_is_refused(target, missing: str) -> None:
     with pytest.raises(PatchError) as raised:
         apply_patch(record(target=missing), plus_one)
     assert raised.value.message == f"patch a-patch: {missing} does not exist"
-    assert applied() == ()
+    assert applied_patches() == ()
 
 
 def test_an_error_of_the_targets_own_import_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,11 +183,11 @@ def _assigned_to(path: Path, call: ast.Call) -> str:
 TRY_ALL = """
 import importlib, json, sys
 import verl  # first, as in a worker: it imports trainer/worker.py, which imports the other modules
-from appliance.patch import applied, apply_patch
+from appliance.patch import applied_patches, apply_patch
 for name in json.loads(sys.argv[1]):
     module, constant = name.split(":")
     apply_patch(getattr(importlib.import_module(module), constant), lambda original: original)
-print("applied", json.dumps(applied()))
+print("applied", json.dumps(applied_patches()))
 """
 
 

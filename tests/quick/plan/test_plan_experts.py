@@ -17,7 +17,7 @@ from appliance.plan.build import build_plan
 from appliance.plan.engines import keeps_experts
 from appliance.plan.host import HostGpu
 from appliance.preflight.checks import judge
-from appliance.preflight.device import guard
+from appliance.preflight.device import judge_guard
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
 from appliance.settings.sections import SchemeChange
@@ -134,7 +134,7 @@ def test_a_benchmark_has_the_engines_of_a_run(moe: Path) -> None:
 def test_a_live_change_of_experts_is_refused_for_what_they_are(moe: Path) -> None:
     """Not for graphs: the engine has none."""
     plan = planned(moe, "rollout.scheme=int8", "guard.scheme_change=live", device="h100")
-    (found,) = guard(plan, read_shape(moe / "config.json"))
+    (found,) = judge_guard(plan, read_shape(moe / "config.json"))
     why = "quantised experts cannot change their scheme while the engine runs"
     assert found.message == f"a change of scheme cannot be `live`: {why}"
 
@@ -147,11 +147,11 @@ def test_on_a_cpu_experts_that_stay_in_bf16_are_nothing_that_could_not_change(mo
     for model, inputs in ((moe, INPUTS), (moe, named), (Path("owner/moe"), named)):
         more = (f"cluster.run_dir={moe.parent}",)
         kept = planned(model, *sets, KEPT, *more, device="cpu")
-        assert list(guard(kept, inputs.model_shape)) == []
-        (finding,) = guard(planned(model, *sets, *more, device="cpu"), inputs.model_shape)
+        assert list(judge_guard(kept, inputs.model_shape)) == []
+        (finding,) = judge_guard(planned(model, *sets, *more, device="cpu"), inputs.model_shape)
         assert finding.code == "guard-scheme"
         one = "quantization.ignore=[model.layers.0.mlp.experts]"  # of two layers
-        (finding,) = guard(planned(model, *sets, one, *more, device="cpu"), inputs.model_shape)
+        (finding,) = judge_guard(planned(model, *sets, one, *more, device="cpu"), inputs.model_shape)
         assert finding.code == "guard-scheme"
     auto = planned(moe, *scheme.split(", "), KEPT, device="cpu")
     assert auto.guard.scheme_change is SchemeChange.LIVE

@@ -12,7 +12,7 @@ from plans import HOST, INPUTS
 from appliance.finding import Finding
 from appliance.guard.policy import Action
 from appliance.plan.build import build_plan
-from appliance.preflight.device import guard
+from appliance.preflight.device import judge_guard
 from appliance.preflight.inputs import InputFacts
 from appliance.recipe.load import load_recipe
 from appliance.record.plan import RunPlan
@@ -40,7 +40,7 @@ def choice(plan: RunPlan, key: str) -> tuple[str, str]:
 
 
 def findings(plan: RunPlan, inputs: InputFacts = INPUTS) -> list[tuple[str, str]]:
-    found: list[Finding] = list(guard(plan, inputs.model_shape))
+    found: list[Finding] = list(judge_guard(plan, inputs.model_shape))
     assert all(str(each.severity) == "error" for each in found)
     return [(each.text, each.remedy) for each in found]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from plans import HOST
 
-from appliance.cluster.form import ClusterNode, Roll, call
-from appliance.cluster.node_report import NodeReport, differences, warnings
+from appliance.cluster.form import ClusterNode, Roll, call_roll
+from appliance.cluster.node_report import NodeReport, list_differences, list_warnings
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostGpu
 from appliance.recipe.load import load_recipe
@@ -80,9 +80,9 @@ def test_a_thousand_nodes_are_told_from_each_other_in_seconds(tmp_path: Path) ->
 
     def spent_s() -> float:
         began = time.process_time()
-        (found,) = differences(reports, head=head, plan=plan, canary="word", shape=shape)
+        (found,) = list_differences(reports, head=head, plan=plan, canary="word", shape=shape)
         assert found.startswith("n1023: does not see ")
-        assert warnings(reports, head=head, plan=plan, shape=shape) == []
+        assert list_warnings(reports, head=head, plan=plan, shape=shape) == []
         return time.process_time() - began
 
     assert is_once_below_the_limit(spent_s)
@@ -95,8 +95,8 @@ def test_a_thousand_nodes_come_and_half_of_them_die_in_seconds() -> None:
 
     def spent_s() -> float:
         began = time.process_time()
-        roll, joined = call(Roll(), nodes, deaths={}, needed=needed, at=0.0)
-        roll, died = call(roll, nodes[: NODES // 2], deaths=deaths, needed=needed, at=1.0)
+        roll, joined = call_roll(Roll(), nodes, deaths={}, needed=needed, at=0.0)
+        roll, died = call_roll(roll, nodes[: NODES // 2], deaths=deaths, needed=needed, at=1.0)
         assert (len(joined), len(died), len(roll.overdue(at=100.0))) == (NODES, NODES // 2, NODES // 2)
         return time.process_time() - began
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from plans import DISK, HOST, INPUTS
 
-from appliance.finding import Finding, Severity, as_json, fault, lines
+from appliance.finding import Finding, Severity, fault, finding_lines, findings_as_json
 from appliance.plan.build import build_plan
 from appliance.plan.host import HostFacts, HostGpu
 from appliance.plan.model_shape import model_shape
@@ -592,9 +592,9 @@ def test_findings_as_lines_and_as_json():
         Finding(Severity.ERROR, "a", ("x", "z"), "bad", "mend it", "r.yaml:3"),
         Finding(Severity.INFO, "b", ("y",), "so"),
     ]
-    assert lines(unordered[::-1]) == lines(unordered)
-    assert lines(unordered) == ["error: r.yaml:3: x: bad", "hint: mend it", "info: y: so"]
-    assert as_json(unordered)[0] == {
+    assert finding_lines(unordered[::-1]) == finding_lines(unordered)
+    assert finding_lines(unordered) == ["error: r.yaml:3: x: bad", "hint: mend it", "info: y: so"]
+    assert findings_as_json(unordered)[0] == {
         "severity": "error",
         "code": "a",
         "place": "x",

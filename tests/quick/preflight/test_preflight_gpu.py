@@ -29,12 +29,12 @@ def test_the_package_is_missed_only_by_who_asks_for_it() -> None:
     message = "`flash_attention_2` needs the package flash-attn, which is not installed"
     remedy = "remove it: `auto` needs no package"
     asks = planned("dapo-7b-int8", "trainer.attention=flash_attention_2")
-    assert list(device.attention(asks, HOST)) == [
+    assert list(device.judge_attention(asks, HOST)) == [
         Finding(Severity.ERROR, "flash-attention", ("trainer.attention",), message, remedy)
     ]
-    assert list(device.attention(asks, dataclasses.replace(HOST, packages=frozenset({"flash_attn"})))) == []
+    assert list(device.judge_attention(asks, dataclasses.replace(HOST, packages=frozenset({"flash_attn"})))) == []
     for recipe in (*SHIPPED, "arithmetic-tiny-int8"):
-        assert list(device.attention(planned(recipe), HOST)) == []
+        assert list(device.judge_attention(planned(recipe), HOST)) == []
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_heads_and_widths_divide(
     sets: tuple[str, ...], shape: ModelShape | None, expected: list[tuple[str, str]]
 ) -> None:
     sets = ("trainer.sequence_parallel=1", "rollout.tensor_parallel=1", *sets)
-    got = list(device.parallel(planned("dapo-32b-int8", *sets), shape))
+    got = list(device.judge_parallel(planned("dapo-32b-int8", *sets), shape))
     assert [each.place.split(".")[0] for each in got] == [place for place, _ in expected]
     assert [what in each.message for each, (_, what) in zip(got, expected, strict=True)] == [True] * len(expected)
 
@@ -147,7 +147,7 @@ def test_every_shipped_gpu_recipe_fits_by_the_estimate() -> None:
     names = [name for name in SHIPPED if moments(planned(name), KNOWN[SHIPPED[name]])]
     assert len(names) == 12
     assert [name for name in names if any(each.short for each in moments(planned(name), KNOWN[SHIPPED[name]]))] == []
-    assert [name for name in names if list(device.memory(planned(name), HOST, KNOWN[SHIPPED[name]]))] == []
+    assert [name for name in names if list(device.judge_gpu_memory(planned(name), HOST, KNOWN[SHIPPED[name]]))] == []
 
 
 SHIPPED = {
@@ -221,7 +221,7 @@ def test_a_recipe_takes_what_makes_it_fit(recipe: str, sets: tuple[str, ...], ch
 
 
 def test_a_shortage_is_an_error_only_where_it_is_certain() -> None:
-    findings = list(device.memory(planned("qwen3-32b-fp8", *ONE_GPU), HOST, KNOWN["Qwen/Qwen3-32B"]))
+    findings = list(device.judge_gpu_memory(planned("qwen3-32b-fp8", *ONE_GPU), HOST, KNOWN["Qwen/Qwen3-32B"]))
     assert [(each.severity, each.place) for each in findings] == [(Severity.ERROR, "cluster.device")]
     assert findings[0].message == (
         "394.3 GiB are missing on each GPU while weights are updated: about 534 of 140 GiB on each GPU: weights 122.0, "
@@ -230,7 +230,7 @@ def test_a_shortage_is_an_error_only_where_it_is_certain() -> None:
     )
     assert findings[0].remedy == "by the same estimate it fits with cluster.gpus_per_node: 8"
     sets = ("batch.max_tokens_per_gpu=65536",)
-    (only,) = device.memory(planned("gsm8k-0.5b-int8", *sets), HOST, KNOWN["Qwen/Qwen2.5-0.5B-Instruct"])
+    (only,) = device.judge_gpu_memory(planned("gsm8k-0.5b-int8", *sets), HOST, KNOWN["Qwen/Qwen2.5-0.5B-Instruct"])
     assert only.severity is Severity.WARNING
     assert only.remedy == "by the same estimate it fits with batch.max_tokens_per_gpu: 1024"
 
@@ -240,7 +240,7 @@ UNUSED = ("guard.actions=[warn]", "trainer.validate_bf16_every=0")
 
 
 def engine_findings(*sets: str) -> list[tuple[Severity, str, str]]:
-    found = device.memory(planned("dapo-32b-int8", *sets), HOST, SHAPE_32B)
+    found = device.judge_gpu_memory(planned("dapo-32b-int8", *sets), HOST, SHAPE_32B)
     return [(each.severity, each.place, each.message) for each in found if each.code == "engine-memory"]
 
 
@@ -293,7 +293,9 @@ def test_weights_in_bf16_that_are_more_than_the_share_are_refused(
     sets: tuple[str, ...], severity: Severity, otherwise: str
 ) -> None:
     """30.5 GiB of 28; INT8 fits. A half of the layers may fit as well."""
-    found = device.memory(planned("dapo-32b-int8", "rollout.gpu_memory_utilization=0.35", *sets), HOST, SHAPE_32B)
+    found = device.judge_gpu_memory(
+        planned("dapo-32b-int8", "rollout.gpu_memory_utilization=0.35", *sets), HOST, SHAPE_32B
+    )
     (only,) = [each for each in found if each.code == "engine-memory"]
     assert (only.severity, only.place) == (severity, "guard.reserve_bf16")
     assert only.remedy == f"raise rollout.gpu_memory_utilization or rollout.tensor_parallel, or {otherwise}"
@@ -301,7 +303,7 @@ def test_weights_in_bf16_that_are_more_than_the_share_are_refused(
 
 def test_offloading_needs_the_hosts_memory() -> None:
     small = dataclasses.replace(HOST, gpus=(HostGpu("NVIDIA H200", 140 * GIB),) * 8, memory_bytes=200 * GIB)
-    (only,) = device.memory(planned("qwen3-32b-fp8"), small, KNOWN["Qwen/Qwen3-32B"])
+    (only,) = device.judge_gpu_memory(planned("qwen3-32b-fp8"), small, KNOWN["Qwen/Qwen3-32B"])
     assert only.text == (
         "error: trainer.offload_optimizer: 366 GiB of the trainer's state are offloaded, this host has 200"
     )
@@ -310,7 +312,7 @@ def test_offloading_needs_the_hosts_memory() -> None:
 def test_what_cannot_be_counted_is_not_judged() -> None:
     experts = dataclasses.replace(SHAPE_32B, architectures=("Qwen3MoeForCausalLM",))
     for shape in (None, ModelShape(), experts):
-        assert list(device.memory(planned("dapo-32b-int8"), HOST, shape)) == []
+        assert list(device.judge_gpu_memory(planned("dapo-32b-int8"), HOST, shape)) == []
     assert moments(planned("arithmetic-tiny-int8"), SHAPE_32B) == ()
 
 

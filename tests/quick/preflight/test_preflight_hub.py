@@ -120,7 +120,7 @@ def test_a_token_that_no_header_can_carry_is_not_quoted(
 ) -> None:
     set_hub(monkeypatch, HF_HUB_CACHE=str(tmp_path), HF_TOKEN=token)
     why = "the hub's token (HF_TOKEN, or the file of `hf auth login`) has characters that no header can carry"
-    assert hub.problem() == hub.refusal(NAME) == why
+    assert hub.problem() == hub.model_refusal(NAME) == why
     assert hub.revision(NAME) == ("", why)
 
 
@@ -131,4 +131,4 @@ def test_the_text_of_a_value_error_is_not_shown(answering: str, monkeypatch: pyt
         raise ValueError("illegal header value b'Bearer hf_SECRET'")
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", quoting)
-    assert hub.refusal(NAME) == f"{answering} cannot be asked (ValueError)"
+    assert hub.model_refusal(NAME) == f"{answering} cannot be asked (ValueError)"

@@ -100,6 +100,6 @@ def test_what_the_hub_says_of_a_model(
     with a_hub({"/": 200, "/owner/name/resolve/main/config.json": code}, heard=heard) as endpoint:
         set_hub(monkeypatch, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE=None)
         assert hub.problem() == ""
-        assert hub.refusal("owner/name") == problem
+        assert hub.model_refusal("owner/name") == problem
     assert len(heard) == 2  # a redirection is not followed: the token would go with it
     assert heard[-1] == (f"Bearer {token}" if token else None)

@@ -9,7 +9,7 @@ from plans import HOST, make_plan, make_rollout, with_trainer
 
 from appliance.finding import Severity
 from appliance.plan.bench_results import SchemeResult, result_key, write_result
-from appliance.preflight.device import gain
+from appliance.preflight.device import judge_gain
 from appliance.preflight.inputs import read_inputs
 from appliance.record.plan import RunPlan
 from appliance.settings.sections import Forward
@@ -44,7 +44,7 @@ def stored(ratio: float) -> StoredResult:
     ],
 )
 def test_a_measurement_decides(ratio: float, severity: Severity, text: str, remedy: str) -> None:
-    (only,) = gain(planned(), shape=SMALL, stored=stored(ratio))
+    (only,) = judge_gain(planned(), shape=SMALL, stored=stored(ratio))
     assert (only.severity, only.message, only.remedy) == (severity, text, remedy)
 
 
@@ -67,7 +67,7 @@ def test_a_measurement_decides(ratio: float, severity: Severity, text: str, reme
     ],
 )
 def test_without_one_it_is_doubted(plan: RunPlan, shape, why: str) -> None:
-    (only,) = gain(plan, shape=shape, stored=None)
+    (only,) = judge_gain(plan, shape=shape, stored=None)
     assert only.text == (
         f"info: rollout.scheme: `int8` may be no faster than `bf16` here: {why}; not measured on this host"
     )
@@ -75,12 +75,12 @@ def test_without_one_it_is_doubted(plan: RunPlan, shape, why: str) -> None:
 
 
 def test_nothing_is_said_of_a_large_model_with_long_responses_nor_of_bf16() -> None:
-    assert list(gain(planned(), shape=LARGE, stored=None)) == []
-    assert list(gain(planned(Scheme.BF16, response=8), shape=SMALL, stored=stored(0.5))) == []
+    assert list(judge_gain(planned(), shape=LARGE, stored=None)) == []
+    assert list(judge_gain(planned(Scheme.BF16, response=8), shape=SMALL, stored=stored(0.5))) == []
 
 
 def test_a_result_of_another_scheme_says_nothing() -> None:
-    (only,) = gain(planned(Scheme.FP8), shape=SMALL, stored=stored(0.5))
+    (only,) = judge_gain(planned(Scheme.FP8), shape=SMALL, stored=stored(0.5))
     assert only.severity is Severity.INFO
 
 

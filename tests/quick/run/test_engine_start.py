@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from appliance.errors import EngineNotStarted, PatchError, WeightsError, is_restartable
 from appliance.guard.policy import MismatchBounds
-from appliance.launch.outcome import Child, failed
+from appliance.launch.outcome import Child, failed_outcome
 from appliance.launch.side_job import run_child
 from appliance.record.engine_start import LOGGERS, not_started, report_start_failures, starting
 from appliance.record.events import EVENTS_FILE, append_failure, first_failure
@@ -122,7 +122,7 @@ def test_a_known_symptom_has_its_remedy(folder: Path) -> None:
     append_failure(folder, not_started(ValueError("No available memory for the cache blocks.")))
     state = RunState(1, MismatchBounds(), failure=first_failure(folder))
     child = Child(name="train", title="training", argv=(), default_code=5)
-    outcome = failed(child, returncode=4, state=state, log_tail="", log="/l", run="/r")
+    outcome = failed_outcome(child, returncode=4, state=state, log_tail="", log="/l", run="/r")
     assert (outcome.state, outcome.exit_code) == (RunStatus.FAILED, 4)
     assert outcome.reason == "the rollout engine has no memory for its KV cache"
     assert "ValueError: No available memory for the cache blocks." in outcome.advice[1]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from appliance.guard.policy import MismatchBounds
-from appliance.launch.outcome import Child, Outcome, failed
+from appliance.launch.outcome import Child, Outcome, failed_outcome
 from appliance.record.events import Event
 from appliance.record.session import RunStatus
 from appliance.record.state import RunState
@@ -33,7 +33,7 @@ TRACEBACK = """\
 def outcome(*, returncode: int = 1, failure: Event | None = None, log_tail: str = "") -> Outcome:
     state = RunState(4, MismatchBounds(), phase="load-model", failure=failure)
     log = "runs/a/logs/1/train.log"
-    return failed(CHILD, returncode=returncode, state=state, log_tail=log_tail, log=log, run="runs/a")
+    return failed_outcome(CHILD, returncode=returncode, state=state, log_tail=log_tail, log=log, run="runs/a")
 
 
 def explained(**end: object) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from stopped_runs import save, stopped, without_pace
 
 from appliance import console, hub
 from appliance.cluster.node_report import describe_node
-from appliance.compare.arms import Existing, PlannedRun, look, plan_runs, resumed_run
+from appliance.compare.arms import Existing, PlannedRun, look_at_run, plan_runs, resumed_run
 from appliance.compare.command import _todo
 from appliance.compare.file import load_comparison
 from appliance.errors import PreflightError, RecipeError
@@ -165,7 +165,7 @@ def test_what_was_fetched_is_looked_at_as_preflight_does(tmp_path: Path, cache: 
 def test_a_revision_that_nobody_knows_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("appliance.hub.is_offline", lambda: False)
     monkeypatch.setattr("appliance.hub.problem", lambda: "")
-    monkeypatch.setattr("appliance.hub.refusal", lambda name, revision: "refused" if revision else "")
+    monkeypatch.setattr("appliance.hub.model_refusal", lambda name, revision: "refused" if revision else "")
     monkeypatch.setattr("appliance.hub._commit_on_hub", lambda name, requested: ("", "the hub answers 404"))
     assert errors(planned(tmp_path, "model.revision=v9")) == {
         "model-revision": "it is not known which commit of `owner/model` `v9` is: the hub answers 404"
@@ -381,7 +381,7 @@ def test_a_comparison_whose_hub_moved_on_says_how_it_goes_on(tmp_path: Path, cac
     for run in (at(revision), at()):  # nobody knows the second one's: the hub was not there
         (ready,) = _todo([run], folder=tmp_path, file=file)
         assert ready.resume is not None and ready.resume.step == 3
-    assert look(at("model.revision=v1")) is look(at(f"model.revision={NEW}")) is Existing.OTHER
+    assert look_at_run(at("model.revision=v1")) is look_at_run(at(f"model.revision={NEW}")) is Existing.OTHER
     write_record(run_dir, RunRecord(RunStatus.DONE, exit_code=0))
     assert refused(at(commit=NEW), at(commit=NEW, arm="b", name="small-2"))
     assert _todo([at(commit=NEW)], folder=tmp_path, file=file) == []  # nothing is trained
@@ -401,7 +401,7 @@ def test_a_tag_that_moved_is_refused_by_a_comparison_and_what_is_done_counts(tmp
     with pytest.raises(PreflightError) as caught:
         _todo([at(tag, commit=NEW), at(tag, commit=NEW, arm="b", name="small-2")], folder=tmp_path, file=file)
     assert caught.value.message == f"a, seed 0: {NAME}: v1 is {NEW} on the hub now, the run began with {OLD}"
-    assert look(at(tag, commit=NEW)) is look(at(f"model.revision={OLD}")) is Existing.DONE
+    assert look_at_run(at(tag, commit=NEW)) is look_at_run(at(f"model.revision={OLD}")) is Existing.DONE
 
 
 def test_a_run_with_a_revision_refuses_another_even_when_forced(tmp_path: Path, cache: Path) -> None:

@@ -9,12 +9,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from appliance.tasks.grading import Fault, Graded, Shaping, overlong_penalty, weighed
+from appliance.tasks.grading import Fault, Graded, Shaping, overlong_penalty, weigh_rewards
 
 
 @pytest.mark.parametrize("value", [0, 1, 0.5, -3.5, True, Fraction(1, 4), Decimal(2), np.bool_(True), np.float32(0.5)])
 def test_a_finite_number_is_a_grade(value: float) -> None:
-    graded = weighed([("one", 1.0, value)])
+    graded = weigh_rewards([("one", 1.0, value)])
     assert (graded, graded.parts) == (Graded(float(value)), (("one", float(value)),))
 
 
@@ -32,21 +32,21 @@ class Interrupts:
 )
 def test_anything_else_is_a_fault(value: object) -> None:
     why = f"the reward `two` returned {value!r}, not a finite number"
-    assert weighed([("one", 1.0, 1.0), ("two", 1.0, value)]) == Graded(0.0, Fault.NOT_A_GRADE, why)
+    assert weigh_rewards([("one", 1.0, 1.0), ("two", 1.0, value)]) == Graded(0.0, Fault.NOT_A_GRADE, why)
 
 
 def test_rewards_are_weighed_and_summed_and_what_does_not_apply_is_left_out() -> None:
-    graded = weighed([("one", 1.0, 0.5), ("two", 0.25, -2.0), ("three", 9.0, None)])
+    graded = weigh_rewards([("one", 1.0, 0.5), ("two", 0.25, -2.0), ("three", 9.0, None)])
     assert (graded, graded.parts) == (Graded(0.0), (("one", 0.5), ("two", -2.0)))
-    assert weighed([("one", 1.0, None)]) == Graded(0.0, Fault.NOT_A_GRADE, "no reward applies")
+    assert weigh_rewards([("one", 1.0, None)]) == Graded(0.0, Fault.NOT_A_GRADE, "no reward applies")
 
 
 @pytest.mark.parametrize("value", [1.01e15, -1e300])
 def test_what_no_variance_can_be_computed_of_is_a_fault(value: float) -> None:
-    assert weighed([("one", 1.0, math.copysign(1e15, value))]).fault is None
+    assert weigh_rewards([("one", 1.0, math.copysign(1e15, value))]).fault is None
     why = f"the rewards add up to {value:g}, which is not within ±1e+15"
-    assert weighed([("one", 1.0, value)]) == Graded(0.0, Fault.NOT_A_GRADE, why)
-    assert weighed([("one", 1e300, 1e300)]).why == "the rewards add up to inf, which is not within ±1e+15"
+    assert weigh_rewards([("one", 1.0, value)]) == Graded(0.0, Fault.NOT_A_GRADE, why)
+    assert weigh_rewards([("one", 1e300, 1e300)]).why == "the rewards add up to inf, which is not within ±1e+15"
 
 
 def test_penalty_starts_where_the_buffer_does_and_ends_at_the_whole() -> None:

@@ -24,7 +24,7 @@ from appliance.tasks import own_task
 from appliance.tasks.built_in import arithmetic
 from appliance.tasks.grading import grade
 from appliance.tasks.library import data_key
-from appliance.tasks.own_task import as_given, parse_row, template_parts
+from appliance.tasks.own_task import parse_row, prompt_and_truth, template_parts
 from appliance.tasks.rows import MAX_ROW, Problem, ProblemSet, read_file
 from appliance.tasks.task import Response
 
@@ -509,6 +509,6 @@ def test_a_row_that_was_taken_is_given_whatever_rewards_came_since() -> None:
     row, alone = {"question": "q", "answer": " "}, settings_of(prompt="question", truth="answer", rewards=())
     added = alone.replace(rewards=(EXACT,))
     assert isinstance(parse_row(row, settings=alone), Problem) and isinstance(parse_row(row, settings=added), str)
-    assert as_given(row, settings=added) == ("q", " ")
+    assert prompt_and_truth(row, settings=added) == ("q", " ")
     keys = {data_key(settings, files=make_files(), model="m") for settings in (alone, added)}
     assert len(keys) == 2, "so that its problems are made anew, and refused"

@@ -13,7 +13,7 @@ from appliance.errors import RecipeError
 from appliance.settings.sections import ValSet
 from appliance.tasks import own_task
 from appliance.tasks.built_in import arithmetic
-from appliance.tasks.grading import Fault, Graded, pass_at, set_metrics, tries
+from appliance.tasks.grading import Fault, Graded, pass_at, sample_counts, set_metrics
 from appliance.tasks.library import splits_of
 from appliance.tasks.rows import Problem
 from appliance.tasks.task import PromptLimit, Splits, TaskDefinition
@@ -58,7 +58,7 @@ def test_pass_at_k_of_many_samples_is_finite_and_exact_at_the_ends() -> None:
 
 
 def test_tries_are_powers_of_two_and_the_number_of_samples() -> None:
-    assert [list(tries(samples)) for samples in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [list(sample_counts(samples)) for samples in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 def test_the_mean_is_over_problems_and_samples_and_what_passes_by_the_first_reward() -> None:

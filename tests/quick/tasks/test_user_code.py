@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from appliance.files import digest_of
-from appliance.tasks.grading import grade, weighed
-from appliance.tasks.own_task import as_given
+from appliance.tasks.grading import grade, weigh_rewards
+from appliance.tasks.own_task import prompt_and_truth
 from appliance.tasks.rows import Row
 from appliance.tasks.task import Response, RewardFunction
 from appliance.tasks.user_code import FORMS, UserCodeError, load_function
@@ -139,7 +139,7 @@ def test_what_is_no_finite_number_is_a_fault_that_names_the_reward(tmp_path: Pat
     file = tmp_path / "rewards.py"
     file.write_text(f"def f(response): return {returned}")
     reward = RewardFunction("mine", 1.0, load_function(str(file), "f", parts_of_row=parts_of_row))
-    graded = weighed(grade((reward,), Response("2", "2")))
+    graded = weigh_rewards(grade((reward,), Response("2", "2")))
     assert graded.fault is not None
     assert graded.why == f"the reward `mine` returned {repr(eval(returned))[:60]}, not a finite number"
 
@@ -156,10 +156,10 @@ def test_the_prompt_of_another_trainers_function_is_what_the_row_has() -> None:
     from plans import make_own_task
 
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    assert as_given(ROW, settings=make_own_task(truth="answer")) == ("1+1?", 2)
-    assert as_given(ROW, settings=make_own_task(template="Q: {answer}", system="Be brief.")) == ("Q: 2", None)
-    assert as_given(CHAT, settings=make_own_task(system="Be brief.")) == (messages, None)
-    assert as_given(VERL, settings=make_own_task()) == (VERL["prompt"], [2, "two"])
+    assert prompt_and_truth(ROW, settings=make_own_task(truth="answer")) == ("1+1?", 2)
+    assert prompt_and_truth(ROW, settings=make_own_task(template="Q: {answer}", system="Be brief.")) == ("Q: 2", None)
+    assert prompt_and_truth(CHAT, settings=make_own_task(system="Be brief.")) == (messages, None)
+    assert prompt_and_truth(VERL, settings=make_own_task()) == (VERL["prompt"], [2, "two"])
 
 
 def test_only_the_file_that_was_planned_runs(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from appliance.errors import GuardStop
 from appliance.tasks.grading import Fault, Graded
-from appliance.trainer.rewards import RewardFaults, neutral, neutral_parts, reward_means
+from appliance.trainer.rewards import RewardFaults, fill_neutral, neutral_parts, reward_means
 
 FAILED = Graded(0.0, Fault.TIMED_OUT, "no grade after 30 s")
 
 
 def neutralised(graded: list[Graded]) -> list[float]:
-    return neutral((each.accuracy for each in graded), known=[each.fault is None for each in graded])
+    return fill_neutral((each.accuracy for each in graded), known=[each.fault is None for each in graded])
 
 
 def test_fault_gets_the_mean_of_its_group_so_that_its_advantage_is_0() -> None:
