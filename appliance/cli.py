@@ -107,7 +107,7 @@ def train(
     ] = None,
     json_mode: JsonOption = False,
 ) -> int:
-    """Do everything from recipe to trained model."""
+    """Train a model by a recipe: preflight, rollouts, training, export."""
     idle = [("--force", "--resume")] if force and resume == "never" else []
     idle += [("--image", "--in-container")] if image and not in_container else []
     if idle:
@@ -460,7 +460,7 @@ def recipes_cp(name: RecipeArgument, target: Annotated[str, typer.Argument(help=
     from appliance.recipe import library
 
     if target.endswith(("/", "/.")) and not os.path.isdir(target):  # a Path has neither
-        raise RecipeError([fault((target,), "no such folder", "name one that is there, or a file")])
+        raise RecipeError([fault((target,), "no such folder", "name an existing folder, or a file")])
     console.out(str(library.copy(name, target=Path(target))))
 
 

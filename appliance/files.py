@@ -60,8 +60,8 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> No
 def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Give the name to write to, which becomes `path` when the block ends well, and is removed when it does not.
 
-    durable: it is on the disk, name and content, when this returns. Else a crash of the host may leave it empty: for
-    what is of no use after one, or is made again.  Raises OSError.
+    durable: whether name and content are on the disk at return; false suits files that are useless after a crash of the
+    host, or are made again: such a file may then be empty.  Raises OSError.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")  # containers may share a folder
     try:
@@ -118,8 +118,8 @@ def _host() -> str:
 
 @contextlib.contextmanager
 def _new_folder(prefix: str, *, parent: Path) -> Iterator[Path]:
-    """While it is in use its maker has a lock on it, which the kernel releases when that process ends, however it
-    ends."""
+    """Make a temporary folder that its maker holds locked; the kernel releases the lock when that process ends, however
+    it ends."""
     folder, descriptor = _make_locked(prefix, parent=parent)
     try:
         yield folder

@@ -146,7 +146,7 @@ class Int8LinearMethod(OnlineLinearMethod):
 
 @dataclass(frozen=True)
 class _Part:
-    """Of a weight whose codes are there."""
+    """Quantised part of a weight: its codes exist already."""
 
     scale_N1: Tensor
     few_NK: Tensor

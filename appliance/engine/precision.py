@@ -59,7 +59,7 @@ def read_directive(tensor: Tensor) -> Precision:
     try:
         return precision_of(tensor.cpu().numpy().tobytes().decode())
     except ValueError as error:
-        raise SyncError(f"weight update: the wanted precision cannot be read: {error}") from error
+        raise SyncError(f"weight update: the requested precision cannot be read: {error}") from error
 
 
 class PrecisionSwitch:

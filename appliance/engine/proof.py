@@ -186,7 +186,7 @@ class SyncProof:
         """Compare the model with what was received. Raises SyncError for the first layer that differs, with its name,
         the rank and both numbers."""
         for layer, part in sorted(self._missing):
-            raise SyncError(f"weight update {self._sync}: nothing to prove {layer} with (part {part} never came)")
+            raise SyncError(f"weight update {self._sync}: {layer} cannot be proven: part {part} never arrived")
         self._compare(self._expected)
         check_quantiser(self._kernels)
         for name, proof in self._kernels.items():

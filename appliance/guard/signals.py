@@ -301,7 +301,7 @@ _CONDITIONS: dict[CollapseGuard, tuple[str, Callable[[float, Watches, Collapse],
     CollapseGuard.EQUAL_SAMPLES: ("equal_group_fraction", _equal_samples),
     CollapseGuard.RUNAWAY_LENGTH: ("response_tokens_mean", _runaway_length),
 }
-"""Of each guard its signal, and what is wrong with a finite value of it."""
+"""Signal of each guard, and the function that returns what is wrong with a finite value of it."""
 
 
 def _solved(memory: Watches, *, limits: Collapse) -> bool:

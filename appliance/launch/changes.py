@@ -45,7 +45,7 @@ CHANGES = {
     "trainer.validate_before": Change.FREE,
     "trainer.validate_every": Change.FREE,
 }
-"""By key, or by section for all of its keys; what is not here needs `--force`."""
+"""Changes by key, or by section for all of its keys; what is not here needs `--force`."""
 
 REMEDIES = {
     Change.FORCED: "put it back as the run has it, start a new run with another --name, or take the change "

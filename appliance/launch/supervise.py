@@ -52,7 +52,7 @@ def supervise(
 
     The first signal becomes a SIGTERM to the child, or what `ask` does and then, after its budget, a SIGTERM. SIGKILL
     follows after grace_s or at the second signal. on_tick is called about ten times a second; an error in it ends the
-    child and goes on.
+    child, and is raised when everything is gone.
     env: the child's whole environment.  log: gets its stdout and stderr, appended.  remove: a folder that is removed if
     this process is killed.  Raises OSError when the log cannot be written.
     Call it from the main thread: the kernel ends the child when the thread that started it ends.

@@ -149,7 +149,7 @@ def _read(raw: dict[str, Any]) -> StoredResult:
 
 
 def _other(path: Path, *, key: ResultKey) -> str:
-    """In which way a result that lies there is another one."""
+    """Say why the stored result does not apply here."""
     try:
         raw = json.loads(path.read_text())
         processor, versions, ranks = raw["processor"], dict(raw["versions"]), raw.get("tensor_parallel", 1)

@@ -183,7 +183,7 @@ def resolve(
     """Make the plan of one run. host: decides only what the recipe leaves to `auto`, and the threads on a CPU.
 
     run_dir: absolute.  cache_dir: of models, data and profiles; None: beside the run's folder.
-    resume_from: a verified checkpoint of this run to go on from.  original: of the run's attempts before this one.
+    resume_from: a verified checkpoint of this run to resume from.  original: of the run's attempts before this one.
     commit: that the model's revision is on the hub, empty where nobody asked.  data_commit: of `task.data` likewise; a
     run that is resumed keeps its own.  date: the day that the chat template is given, as a comparison began with it;
     None: that of the original, else today where the template asks, or may ask.
@@ -571,7 +571,7 @@ def _date(model: Model, *, weights: WeightsPlan, today: str) -> str:
 
 
 def _asks_for_date(model: Model, *, weights: WeightsPlan) -> bool | None:
-    """None where the model's files are not here."""
+    """Tell whether the chat template asks for the date; None where the model's files are not on this host."""
     if model.builtin:
         return False
     if weights.gguf:

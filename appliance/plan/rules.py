@@ -139,7 +139,7 @@ def _backward(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
     if recipe.trainer.backward is not Backward.FP8_BLOCK:
         return
     if other := next((scheme for scheme in plan.rollout.replicas if scheme is not Scheme.FP8_BLOCK), None):
-        message = "`fp8-block` takes the codes of a forward in `fp8-block`"
+        message = "`fp8-block` needs rollouts in `fp8-block`"
         keys = ("trainer.backward", scheme_key(recipe), *_chosen_by(recipe, other))
         yield fault(keys, message, "use rollout.scheme: fp8-block, or backward: bf16")
     elif recipe.trainer.forward is Forward.ROLLOUT and not _has_block_kernel(plan.cluster.device):

@@ -148,7 +148,7 @@ def judge_access(facts: AccessFacts) -> Iterator[Finding]:
         yield error("token", "cluster.token_file", facts.token_problem, remedy)
     remedy = f"set {WANDB_KEY_VARIABLE}, or run `wandb login`, or set {WANDB_MODE_VARIABLE}=offline"
     if facts.wandb_doubt:
-        message = f"whether `wandb` has a key here cannot be told: {facts.wandb_doubt}"
+        message = f"cannot tell whether `wandb` has a key here: {facts.wandb_doubt}"
         yield warning("secret", "logging.backends", message, remedy)
     elif not facts.wandb_key:
         message = "`wandb` has no key here, and would ask for one in the middle of the start"

@@ -60,7 +60,9 @@ def judge_parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]
         return
     model = plan.model.given_name
     if plan.is_cpu and shape.head_size not in (0, *CPU_HEAD_SIZES):
-        message = f"the attention heads of {model} are {shape.head_size} wide, vLLM on a CPU cannot compute with them"
+        message = (
+            f"the attention heads of {model} are {shape.head_size} wide, and vLLM on a CPU cannot compute with them"
+        )
         yield error("heads", "model.path", message, f"use a model with one of {', '.join(map(str, CPU_HEAD_SIZES))}")
     heads, columns = (shape.heads, "attention heads", False), (shape.intermediate, "columns of the MLP", False)
     kv_heads = (shape.kv_heads, "KV heads", True)  # that several ranks may have a copy of

@@ -1,4 +1,4 @@
-"""Room on the disks: what a run writes there, less what its earlier attempts wrote and it goes on to use.
+"""Room on the disks: what a run writes there, less what its earlier attempts wrote and it continues to use.
 `checkpoints/` of a run may lie on another disk than the rest of its folder: a link, or a file system mounted there."""
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _write_problem(folder: Path) -> str:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Of the first processor."""
+    """Read /proc/cpuinfo of the first processor."""
     first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     fields = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in fields}

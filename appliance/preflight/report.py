@@ -122,8 +122,8 @@ RULES = (*OF_PLAN, Rule(_on_this_host, Needs.INPUTS))
 
 
 def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:
-    """Of the recipe's model on the hub, empty where it has none or nobody asks. A tag or a branch that the recipe names
-    stays what it was when the run began."""
+    """Return the commit of the recipe's model on the hub; empty where it has none or nobody asks. A tag or a branch
+    that the recipe names stays what it was when the run began."""
     name, revision = hub_name(recipe), recipe.model.revision or ""
     if original and original.commit and revision and (original.model, original.revision) == (name, revision):
         return original.commit
@@ -131,7 +131,8 @@ def _commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> 
 
 
 def _data_commit(recipe: Recipe, *, original: OriginalPlan | None, ask_hub: bool) -> str:
-    """Of `task.data`, empty where there is none, nobody asks, or the run keeps the one that it began with."""
+    """Return the commit of `task.data`; empty where there is none, nobody asks, or the run keeps the one that it began
+    with."""
     name = recipe.task.data or ""
     return hub.data_commit(name) if name and ask_hub and not (original and original.data == name) else ""
 

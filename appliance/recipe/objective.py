@@ -61,10 +61,10 @@ def _gdpo(recipe: Recipe) -> Iterator[Finding]:
         message = "`gdpo` normalises each of several rewards, and this task has one"
         yield fault((key, "task.rewards", "task.kind"), message, hint)
     if algorithm.kl and algorithm.kl_in is KlPlace.REWARD:
-        message = "`gdpo` reads the task's rewards one by one, and would leave out the divergence"
+        message = "`gdpo` reads the task's rewards one by one, and would ignore the KL term"
         yield fault((key, "algorithm.kl_in"), message, f"set kl_in to `loss`, or {hint}")
     if algorithm.overlong_tokens:
-        message = "`gdpo` reads the task's rewards one by one, and would leave out the penalty for length"
+        message = "`gdpo` reads the task's rewards one by one, and would ignore the penalty for length"
         yield fault((key, "algorithm.overlong_tokens"), message, f"use the built-in reward `length`, or {hint}")
 
 

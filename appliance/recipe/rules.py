@@ -522,7 +522,7 @@ def _guard(recipe: Recipe) -> Iterator[Finding]:
             yield fault(keys, message, "remove it (`bf16` works for all), or use one scheme beside bf16")
     every, both = recipe.trainer.validate_every, recipe.trainer.validate_bf16_every or 0
     if both and (not every or both % every):
-        message = f"validations are not due every {counted(both, 'step')}"
+        message = f"there is no validation every {counted(both, 'step')}"
         hint = f"use a multiple of validate_every ({every})" if every else "set validate_every, or null for the end"
         yield fault(("trainer.validate_bf16_every", "trainer.validate_every"), message, hint)
 
@@ -531,7 +531,7 @@ def _cluster(recipe: Recipe) -> Iterator[Finding]:
     yield from _device(recipe)
     if recipe.cluster.nodes > 1 and "run_dir" not in recipe.cluster.model_fields_set:
         hint = "set it to a folder on a file system that all nodes share"
-        yield fault(("cluster.run_dir",), f"{recipe.cluster.nodes} nodes share the run's folder", hint)
+        yield fault(("cluster.run_dir",), f"{recipe.cluster.nodes} nodes need a shared folder for the run", hint)
     if recipe.cluster.address is not None and recipe.cluster.token_file is None:
         hint = "give the file that holds its token"
         yield fault(("cluster.token_file",), "cluster.address names a cluster that runs already", hint)

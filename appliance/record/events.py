@@ -297,7 +297,7 @@ class RunTail:
         return [*self.stream()]
 
     def stream(self) -> Iterator[Event | StepMetrics]:
-        """Yield the same as they are read: a long run may have millions."""
+        """Yield the same as they are read, so that they are never all in memory."""
         for tail, parse in self._tails:
             while lines := tail.read(most=LINES_AT_ONCE):
                 yield from (item for item in map(parse, lines) if item is not None)

@@ -100,7 +100,7 @@ def cut_lines(path: Path, *, after: int, attempt: int, may_repeat: bool = False)
 
 def _judged(path: Path, *, after: int, may_repeat: bool) -> Iterator[tuple[bytes, bool]]:
     """Each line and whether it stays, as it is read."""
-    seen = bytearray(after + 1)  # a run has millions of steps
+    seen = bytearray(after + 1)  # a byte for each step
     with path.open("rb") as file:
         for line in file:
             step = _step(line)

@@ -78,7 +78,7 @@ def read_wanted(run_dir: Path) -> Precision:
     except FileNotFoundError:
         return AS_PLANNED
     except (OSError, ValueError) as error:
-        raise SyncError(f"{path}: the wanted precision cannot be read: {error}") from error
+        raise SyncError(f"{path}: the requested precision cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -47,12 +47,12 @@ class Folder:
         self._path = path
         self._package = f"{PREFIX}beside_{hashlib.sha256(path.encode(errors='surrogateescape')).hexdigest()[:12]}"
         self._searched = {path}
-        """It and the packages in it."""
+        """Folders that are searched: this one and the packages in it."""
         package = ModuleType(self._package)
         package.__path__ = [path]
         sys.modules[self._package] = package
         self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
-        """For the modules of the folder, in place of Python's."""
+        """Builtins of the folder's modules, which replace Python's."""
         sys.path_hooks.insert(0, self._finder)
         sys.path_importer_cache.pop(path, None)
 

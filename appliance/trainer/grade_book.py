@@ -29,11 +29,11 @@ class GradeBook:
         self._val_sets = val_sets
         self._lock = threading.Lock()
         self._by_prompt: dict[str, tuple[int, Sequence[Graded]]] = {}
-        """By uid: the step, and the prompt's samples."""
+        """Step and samples of each prompt, by its uid."""
         self._ungraded: dict[str, int] = {}
-        """Training samples that could not be graded: their step by their key without its last part."""
+        """Steps of the training samples that could not be graded, by their keys without the last part."""
         self._by_set: dict[str, list[Sequence[Graded]]] = {}
-        """By validation set: the samples of each problem, in the order of the problems."""
+        """Samples of each problem, in the order of the problems, by validation set."""
         self._prompt_rewards: list[float] = []
         self._num_validated = 0
 

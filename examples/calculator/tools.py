@@ -1,4 +1,4 @@
-"""Tools of our own: what the model may call. Type hints and docstring are what it is told of them."""
+"""Tools of our own: what the model may call. It reads their type hints and docstrings."""
 
 
 def multiply(a: int, b: int) -> int:

@@ -276,7 +276,7 @@ def test_the_precision_is_one_of_the_tensors_that_are_digested(int8: Switched, o
     for damaged, says in (
         ([other, *rest], "appliance.precision arrived with digest"),
         ([rest[0], first, *rest[1:]], "the precision came after the first tensor"),
-        ([broken, *rest], "the wanted precision cannot be read"),
+        ([broken, *rest], "the requested precision cannot be read"),
         (rest, "appliance.precision was sent and did not arrive"),
     ):
         int8.begin_anew()

@@ -259,7 +259,7 @@ def test_an_attempt_that_began_with_layers_in_bf16_knows_their_errors(tmp_path: 
 def test_a_wish_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "sync").mkdir()
     (tmp_path / "sync" / "precision.json").write_text("{")
-    with pytest.raises(SyncError, match="the wanted precision cannot be read"):
+    with pytest.raises(SyncError, match="the requested precision cannot be read"):
         read_wanted(tmp_path)
 
 

@@ -413,7 +413,7 @@ def test_recipes_ls_show_cp(appliance, tmp_path):
     assert (again.returncode, again.stderr) == (2, "error: mine.yaml: the file exists\nhint: give another name\n")
     missing = appliance("recipes", "cp", "arithmetic-tiny-int8", "sub/")
     assert missing.returncode == 2
-    assert missing.stderr == "error: sub/: no such folder\nhint: name one that is there, or a file\n"
+    assert missing.stderr == "error: sub/: no such folder\nhint: name an existing folder, or a file\n"
     assert not (tmp_path / "sub").exists()
 
 

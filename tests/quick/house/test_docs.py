@@ -81,6 +81,8 @@ def test_the_tour_knows_how_long_its_files_are(root: Path) -> None:
     assert len(stops) == 13
     lengths = {name: len((root / "appliance" / name).read_text().splitlines()) for name, _ in stops}
     assert {name: lengths[name] for name, told in stops if abs(lengths[name] - int(told)) > 0.2 * int(told)} == {}
+    total = int(re.search(r"about ([\d,]+) lines", tour)[1].replace(",", ""))
+    assert abs(sum(lengths.values()) - total) <= 0.05 * total
 
 
 def test_every_built_in_reward_has_its_row(root: Path) -> None:

@@ -302,7 +302,7 @@ def test_gradients_in_fp8_are_emulated_and_said_to_be():
     assert choice(on_hopper, "trainer.backward") == ("fp8-block", "as given")
     with pytest.raises(RecipeError) as raised:
         planned(*flow[:2], "rollout.scheme=auto")
-    message = f"{backward}: `fp8-block` takes the codes of a forward in `fp8-block`"
+    message = f"{backward}: `fp8-block` needs rollouts in `fp8-block`"
     problem = (message, "use rollout.scheme: fp8-block, or backward: bf16")
     assert raised.value.problems == [problem]
 

@@ -194,7 +194,7 @@ def test_where_a_key_of_wandb_cannot_be_told_a_warning_says_why(
     (tmp_path / file).write_text(text)
     found = facts(make_plan(tmp_path / "runs" / "a-1", logging=Logging(backends=("wandb",))))
     [finding] = judge_access(found)
-    wanted = f"whether `wandb` has a key here cannot be told: {why.format(home=tmp_path)}"
+    wanted = f"cannot tell whether `wandb` has a key here: {why.format(home=tmp_path)}"
     assert finding.text == f"warning: logging.backends: {wanted}"
 
 

@@ -209,7 +209,7 @@ def test_heads_that_vllm_has_no_kernel_for_on_a_cpu():
     sets = ("model.builtin=null", "model.path=/m")
     (found,) = findings(*sets, inputs=with_inputs(model_shape=shape))
     assert found == (
-        "error: model.path: the attention heads of /m are 16 wide, vLLM on a CPU cannot compute with them",
+        "error: model.path: the attention heads of /m are 16 wide, and vLLM on a CPU cannot compute with them",
         "use a model with one of 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512",
     )
     assert findings(*sets, inputs=with_inputs(model_shape=dataclasses.replace(shape, head_size=32))) == []

@@ -158,7 +158,7 @@ def test_a_mean_that_a_loss_has_not_is_refused(loss: Loss) -> None:
         (
             (*OWN, "algorithm.advantage=gdpo", "algorithm.kl=0.1", "algorithm.kl_in=reward"),
             (
-                "algorithm.advantage: `gdpo` reads the task's rewards one by one, and would leave out the divergence",
+                "algorithm.advantage: `gdpo` reads the task's rewards one by one, and would ignore the KL term",
                 "set kl_in to `loss`, or use another advantage, such as `grpo`",
             ),
         ),

@@ -190,7 +190,7 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
         (
             ("cluster.nodes=2",),
             (
-                "cluster.run_dir: 2 nodes share the run's folder",
+                "cluster.run_dir: 2 nodes need a shared folder for the run",
                 "set it to a folder on a file system that all nodes share",
             ),
         ),
@@ -337,7 +337,7 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
         (
             ("trainer.backward=fp8-block", "trainer.forward=rollout", "rollout.scheme=fp8", EMULATED),
             (
-                "trainer.backward: `fp8-block` takes the codes of a forward in `fp8-block`",
+                "trainer.backward: `fp8-block` needs rollouts in `fp8-block`",
                 "use rollout.scheme: fp8-block, or backward: bf16",
             ),
         ),

@@ -57,12 +57,12 @@ def test_no_actions_at_all_is_a_choice(tmp_path: Path) -> None:
         ),
         (
             ("trainer.validate_bf16_every=15",),
-            "trainer.validate_bf16_every: validations are not due every 15 steps",
+            "trainer.validate_bf16_every: there is no validation every 15 steps",
             "use a multiple of validate_every (10)",
         ),
         (
             ("trainer.validate_bf16_every=10", "trainer.validate_every=0"),
-            "trainer.validate_bf16_every: validations are not due every 10 steps",
+            "trainer.validate_bf16_every: there is no validation every 10 steps",
             "set validate_every, or null for the end",
         ),
     ],
