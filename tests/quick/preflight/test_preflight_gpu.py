@@ -293,10 +293,10 @@ def test_weights_in_bf16_that_are_more_than_the_share_are_refused(
     sets: tuple[str, ...], severity: Severity, otherwise: str
 ) -> None:
     """30.5 GiB of 28; INT8 fits. A half of the layers may fit as well."""
-    found = device.judge_gpu_memory(
+    findings = device.judge_gpu_memory(
         planned("dapo-32b-int8", "rollout.gpu_memory_utilization=0.35", *sets), HOST, SHAPE_32B
     )
-    (only,) = [each for each in found if each.code == "engine-memory"]
+    (only,) = [each for each in findings if each.code == "engine-memory"]
     assert (only.severity, only.place) == (severity, "guard.reserve_bf16")
     assert only.remedy == f"raise rollout.gpu_memory_utilization or rollout.tensor_parallel, or {otherwise}"
 

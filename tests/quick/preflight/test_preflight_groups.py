@@ -33,9 +33,9 @@ REMEDY = "name the layer in quantization.ignore, or use `int8`"
 def test_layers_that_int4_cannot_hold_are_refused(sets: tuple[str, ...], sizes: dict[str, int], layer: str) -> None:
     recipe = load_recipe("arithmetic-tiny-int8", sets=("rollout.scheme=int4", *sets))
     plan = build_plan(recipe, run_dir=Path("/runs/a-1"), host=HOST)
-    found = [
+    shown = [
         (str(each.severity), each.text, each.remedy) for each in judge_scale_groups(plan, ModelShape(**(USUAL | sizes)))
     ]
     wanted = ("error", f"error: rollout.scheme: `int4`: {layer} {NEEDS}", REMEDY)
-    assert found == ([wanted] if layer else [])
+    assert shown == ([wanted] if layer else [])
     assert list(judge_scale_groups(plan, None)) == []
