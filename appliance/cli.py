@@ -502,7 +502,7 @@ def main() -> None:
 
 
 def _is_of_library(error: Exception) -> bool:
-    """Whether a library that draws help raised the error, because it could not write."""
+    """Tell whether a library that draws help raised the error, because it could not write."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

@@ -38,7 +38,7 @@ def _quota(file: Path) -> int:
 
 
 def _share(quota: str, period: str) -> int:
-    """Cores, at least 1. What is no number, 0 or below 0 (`max`, -1, no such file) means: no limit."""
+    """Return the number of cores, at least 1. What is no number, 0 or negative (`max`, -1, no file) means: no limit."""
     if not (quota.isdigit() and period.isdigit() and int(quota) and int(period)):
         return UNLIMITED
     return math.ceil(int(quota) / int(period))

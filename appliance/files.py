@@ -129,8 +129,8 @@ def _new_folder(prefix: str, *, parent: Path) -> Iterator[Path]:
 
 
 def _make_locked(prefix: str, *, parent: Path) -> tuple[Path, int]:
-    """A new folder, and the descriptor that has the lock. Another process may remove it before it is locked: then
-    there is another one. Raises OSError."""
+    """Return a new folder, and the descriptor that has the lock. Another process may remove it before it is locked:
+    then there is another one. Raises OSError."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:

@@ -92,7 +92,8 @@ def chat_templates(folder: Path) -> list[str]:
 
 
 def _template_in_config(folder: Path) -> object:
-    """The chat template in a tokenizer's configuration, or what it has in that place: old ones have a list of them."""
+    """Return the chat template in a tokenizer's configuration, or what it has in that place: old ones have a list of
+    them."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -167,7 +168,7 @@ def data_commit(name: str) -> str:
 
 
 def _commit_on_hub(name: str, *, requested: str = "", kind: str = "model") -> tuple[str, str]:
-    """(commit, why the hub gives none). kind: the hub's word for what it is."""
+    """Return (commit, why the hub gives none). kind: the hub's word for what it is."""
     from huggingface_hub import HfApi
 
     commits: list[str] = []
@@ -182,7 +183,8 @@ def _commit_on_hub(name: str, *, requested: str = "", kind: str = "model") -> tu
 
 
 def _status(ask: Callable[[], int]) -> tuple[int, str]:
-    """(status of the hub's answer, why there is none). ask: asks it once, and may raise what huggingface_hub raises."""
+    """Return (status of the hub's answer, why there is none). ask: asks it once, and may raise what huggingface_hub
+    raises."""
     import httpx
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

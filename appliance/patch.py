@@ -81,7 +81,7 @@ def installed_version(distribution: str) -> str:
 
 
 def _expected_hash(patch: Patch) -> str | None:
-    """The hash of the source in the installed version; None for a version that the patch was not made for."""
+    """Return the hash of the source in the installed version; None for a version that the patch was not made for."""
     installed = installed_version(patch.distribution)
     return patch.sources.get(installed, patch.sources.get(installed.partition("+")[0]))
 

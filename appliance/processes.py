@@ -127,7 +127,7 @@ def _send(process: Process, number: signal.Signals) -> None:
 
 
 def _read(pid: int) -> Process | None:
-    """One process, None when it is gone or only waits to be reaped. Fields: proc(5), /proc/PID/stat."""
+    """Return one process, None when it is gone or only waits to be reaped. Fields: proc(5), /proc/PID/stat."""
     try:
         name, _, rest = (_PROC / str(pid) / "stat").read_text(errors="replace").partition(" (")[2].rpartition(") ")
         command = (_PROC / str(pid) / "cmdline").read_bytes()

@@ -123,7 +123,7 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _wait_for(head: str, *, wait_s: float, stop: Callable[[], bool]) -> None:
-    """Raises PreflightError when the head does not answer in time, Interrupted."""
+    """Wait for the head. Raises PreflightError when it does not answer in time, Interrupted."""
     deadline, has_said_so = time.monotonic() + wait_s, False
     while head_problem(head):
         if stop():

@@ -95,7 +95,7 @@ def describe_node(plan: RunPlan) -> NodeReport:
 
 
 def _model_seen(model: str) -> tuple[str, str]:
-    """(what tells it from others, why there is nothing)."""
+    """Return (what tells it from others, why there is nothing)."""
     if not model.startswith("/"):
         return hub.revision(model)
     folder = Path(model)

@@ -66,7 +66,7 @@ def paired_interval(
 
 
 def _draws(difference_SP: NDArray[np.float64], *, draws: int, generator: np.random.Generator) -> NDArray[np.float64]:
-    """[draws]: d* of the module's legend."""
+    """Return [draws]: d* of the module's legend."""
     num_seeds, num_problems = difference_SP.shape
     stretch = np.sqrt(num_seeds / (num_seeds - 1)) if num_seeds > 1 else 0.0
     parts = []
@@ -83,6 +83,6 @@ def _draws(difference_SP: NDArray[np.float64], *, draws: int, generator: np.rand
 
 
 def _shares(size: int, *, count: int, generator: np.random.Generator) -> NDArray[np.float64]:
-    """[count, size]: how often each of `size` came up in `size` draws with replacement, as a share."""
+    """Return [count, size]: how often each of `size` came up in `size` draws with replacement, as a share."""
     drawn = generator.integers(size, size=(count, size)) + size * np.arange(count)[:, None]
     return np.bincount(drawn.ravel(), minlength=count * size).reshape(count, size) / size

@@ -150,7 +150,7 @@ def _stopped(command: str) -> Interrupted:
 
 
 def _todo(runs: list[PlannedRun], *, folder: Path, file: Path) -> list[PlannedRun]:
-    """The runs without a result, ready to start. file: of the comparison.  Raises PreflightError."""
+    """Return the runs without a result, ready to start. file: of the comparison. Raises PreflightError."""
     states = {run.label: look_at_run(run) for run in runs}
     if any(each is not Existing.DONE for each in states.values()):
         going_on = (Existing.DONE, Existing.UNFINISHED)
@@ -234,7 +234,8 @@ def _line(run: PlannedRun) -> str:
 
 
 def _where(results: Sequence[RunResult]) -> str:
-    """The days on which the runs ended, and the machines: the table may be made again long after, and elsewhere."""
+    """Return the days on which the runs ended, and the machines: the table may be made again long after, and
+    elsewhere."""
     ended = [datetime.date.fromtimestamp(result.ended) for result in results if result.ended]
     ended = ended or [datetime.date.today()]
     days = " to ".join(dict.fromkeys(day.isoformat() for day in (min(ended), max(ended))))
@@ -269,7 +270,7 @@ def _write(
 
 
 def _cells(row: ArmResult, *, margin: float) -> tuple[str, ...]:
-    """One text per column of the heading."""
+    """Return one text per column of the heading."""
     about = "~" if row.busy else ""
     interval = row.difference
     return (
@@ -295,7 +296,7 @@ def table(shown: ComparisonReport, *, columns: int | None = None) -> str:
 
 
 def _notes(shown: ComparisonReport) -> list[str]:
-    """Sentences that belong below the table."""
+    """Return sentences that belong below the table."""
     runs = [run for row in shown.rows for run in row.runs]
     seeds = ", ".join(map(str, shown.comparison.seeds))
     counts = sorted({len(run.rewards) for run in runs if run.rewards})  # there may be fewer than `validation`
@@ -323,7 +324,7 @@ def _notes(shown: ComparisonReport) -> list[str]:
 
 
 def _schemes(run: RunResult) -> str:
-    """What became of the rollouts' scheme in the run; empty where it stayed."""
+    """Say what became of the rollouts' scheme in the run; empty where it stayed."""
     steps = [step for step in run.steps if step.reward_mean is not None]
     changes = [now for before, now in itertools.pairwise(steps) if now.scheme != before.scheme]
     told = ", ".join(f"from step {step.step} on in {step.scheme}" for step in changes)
@@ -484,6 +485,6 @@ def _series(row: ArmResult, field: str, *, index: int) -> svg.Series:
 
 
 def _emphasised(note: str) -> tuple[str, str]:
-    """(word, the rest) of a note that begins with `*word*`, as Markdown has it."""
+    """Return (word, the rest) of a note that begins with `*word*`, as Markdown has it."""
     word, _, rest = note[1:].partition("*") if note.startswith("*") else ("", "", note)
     return word, rest

@@ -201,7 +201,7 @@ def _settings(node: Node | None, *, key: str, faults: list[Finding]) -> list[Set
 
 
 def _given_elsewhere(path: tuple[str, ...], node: Node) -> Iterator[tuple[str, str]]:
-    """(dotted key, its place) of what cannot be set here, at the path, above it or in the mapping there."""
+    """Yield (dotted key, its place) of what cannot be set here, at the path, above it or in the mapping there."""
     dotted = next((each for each in itertools.accumulate(path, "{}.{}".format) if each in _GIVEN_ELSEWHERE), None)
     if dotted is not None:
         yield dotted, node.place

@@ -75,7 +75,7 @@ class ArmResult:
 
 
 def _is_seen_in_cuts(method: CorrectionMethod) -> bool:
-    """Whether a method that acts cuts, masks or drops tokens: centering alone does so without."""
+    """Tell whether a method that acts cuts, masks or drops tokens: centering alone does so without."""
     return method is not NONE and (not METHODS[method].centers or METHODS[method].usual_cap is not None)
 
 

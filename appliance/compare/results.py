@@ -127,7 +127,8 @@ def _host(folder: Path) -> str:
 
 
 def _read_events(run_dir: Path) -> tuple[float, float | None, float]:
-    """(seconds of the attempts, share of the cores that others kept busy before or None, unix s of the last sign)."""
+    """Return (seconds of the attempts, share of the cores that others kept busy before or None, unix s of the last
+    sign)."""
     attempts: list[list[float]] = []  # the first and the last sign of each
     share = None
     for event in read_events(run_dir):
@@ -199,7 +200,7 @@ def validate_models(runs: list[PlannedRun], *, stop: Callable[[], None]) -> None
 
 
 def _has_model(run_dir: Path) -> bool:
-    """Whether the run's model counts as a result: a run that failed may be resumed and end with another one."""
+    """Tell whether the run's model counts as a result: a run that failed may be resumed and end with another one."""
     try:
         return has_result(read_record(run_dir)) and (run_dir / "model").is_dir()
     except (OSError, ValueError):

@@ -53,7 +53,7 @@ def find_marked_folders(proc: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _work_of(node: Path) -> Path | None:
-    """The folder of the run that a node works for. `_of_node` says what is wrong where it cannot be read."""
+    """Return the folder of the run that a node works for. `_of_node` says what is wrong where it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         training = read_notice(node)
         return None if training is None else training.run_dir

@@ -151,8 +151,8 @@ def container_spec(
 
 
 def _holds_the_run(resume: str) -> list[Path]:
-    """The folder of the run that `--resume` names, or one of whose checkpoints it names; nothing where it names none,
-    which is said inside."""
+    """Return the folder of the run that `--resume` names, or one of whose checkpoints it names; nothing where it names
+    none, which is said inside."""
     path = full_path(resume)
     found = (each for each in (path, *path.parents[:2]) if os.path.isfile(each / RUN_FILE))
     return [each.parent for each in itertools.islice(found, 1)] if resume not in ("auto", "never") else []
@@ -163,7 +163,7 @@ def _asks_hub(plan: RunPlan) -> bool:
 
 
 def _hides_the_images_own(path: Path) -> bool:
-    """Whether a mount at `path` would lie over the image's own files, or inside of them. path: absolute."""
+    """Tell whether a mount at `path` would lie over the image's own files, or inside of them. path: absolute."""
     inside = any(path.is_relative_to(own) for own in _OWN_FOLDERS)
     return inside or any(Path(own).is_relative_to(path) for own in (*_OWN_FOLDERS, _TEMPORARY))
 
@@ -253,7 +253,7 @@ def _follow(container: Container, *, heard: list[int]) -> None:
 
 @contextmanager
 def _signals_stop(container: Container) -> Iterator[list[int]]:
-    """Gives the signals that came."""
+    """Yield the list of the signals that came."""
     heard: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

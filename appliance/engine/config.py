@@ -222,7 +222,7 @@ class ApplianceConfig(QuantizationConfig):
         return OnlineExpertsMethod(scheme, emulated=emulated, make=self._quantising, layer=layer)
 
     def _quantising(self) -> Quantising:
-        """A new one, for one linear layer or one GEMM of an expert."""
+        """Return a new one, for one linear layer or one GEMM of an expert."""
         scheme = self.quantisation.scheme
         return METHODS[scheme.spec.emulation if self.quantisation.emulated else scheme.spec.method](scheme)
 
@@ -239,7 +239,7 @@ def layer_name(layer: Module, *, name: str) -> str:
 
 
 def _holding_layers(model: Module) -> Iterator[tuple[str, Module]]:
-    """Every module with parameters or its own kernel, by its name."""
+    """Yield every module with parameters or its own kernel, by its name."""
     for name, layer in model.named_modules():
         if hasattr(layer, "quant_method") or any(True for _ in layer.parameters(recurse=False)):
             yield name, layer
@@ -260,8 +260,8 @@ def _require_known_layer(layer: Module, *, name: str) -> None:
 
 
 def _holds_vectors_alone(layer: Module) -> bool:
-    """Whether all of a layer's own parameters are vectors, as norms of any kind have: no scheme quantises them, and the
-    proof compares their bits with those received, whatever the class computes with them."""
+    """Tell whether all of a layer's own parameters are vectors, as norms of any kind have: no scheme quantises them,
+    and the proof compares their bits with those received, whatever the class computes with them."""
     if isinstance(layer, LinearBase | VocabParallelEmbedding | RoutedExperts | AttentionLayerBase):
         return False
     return not hasattr(layer, "quant_method") and all(each.ndim < 2 for each in layer.parameters(recurse=False))

@@ -212,7 +212,7 @@ class OnlineExpertsMethod(Quantising, OnlineMoEMethodBase):
 
 
 def _refuse_unknown(layer: RoutedExperts) -> None:
-    """Raises EngineError for what the experts' loop does not do."""
+    """Raise EngineError for what the experts' loop does not do."""
     config = layer.moe_config
     wrong = {
         "biases": config.has_bias,

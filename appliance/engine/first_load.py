@@ -146,9 +146,9 @@ class FirstLoad:
             yield name, tensor
 
     def _rename(self, name: str, tensor: Tensor) -> str:
-        """The name that transformers gives this tensor. vLLM's class of Mistral's models also loads Mistral's own
-        files, and renames what they have. Raises WeightsError for queries or keys that are of no head of the model: the
-        class also sorts their rows, which here is done to a tensor without memory."""
+        """Return the name that transformers gives this tensor. vLLM's class of Mistral's models also loads Mistral's
+        own files, and renames what they have. Raises WeightsError for queries or keys that are of no head of the model:
+        the class also sorts their rows, which here is done to a tensor without memory."""
         rename = getattr(self._model, "maybe_remap_mistral", None)
         if rename is None:
             return name
@@ -172,7 +172,7 @@ class FirstLoad:
             raise WeightsError(f"first load: {name} has a value that is not finite", hint=_HINT)
 
     def _shape_in_experts(self, name: str) -> Iterator[tuple[int, int]]:
-        """[N, K] of an expert's tensor by this name; none where there is no such expert."""
+        """Yield [N, K] of an expert's tensor by this name; none where there is no such expert."""
         match = _EXPERT.fullmatch(name)
         layer = self._experts.get(match["layer"]) if match else None
         if match and layer is not None and int(match["number"]) < layer.moe_config.num_experts:
@@ -238,7 +238,7 @@ class FirstLoad:
             raise WeightsError(f"first load: {layers}: {shown}{more}", hint=_HINT)
 
     def _not_come(self, layer: str) -> str:
-        """The first tensor that the layer waits for; of a model of another family it is not known."""
+        """Return the first tensor that the layer waits for; of a model of another family it is not known."""
         places = (
             (name, held) for name, held in self._slots.items() if not name.startswith(f"{layer}.") or len(held) == 1
         )
@@ -257,5 +257,5 @@ class FirstLoad:
 
 
 def _holds_floats(tensor: Tensor) -> bool:
-    """Whether it has floats of 16 bits or more: FP8 codes mean nothing without their scales."""
+    """Tell whether it has floats of 16 bits or more: FP8 codes mean nothing without their scales."""
     return tensor.is_floating_point() and tensor.itemsize > 1

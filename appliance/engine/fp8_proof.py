@@ -248,7 +248,7 @@ class NativeFp8Proof(Fp8Proof):
         self._codes_NT = self._quantised(weight_NT, scale=self._scale).codes_NK.cpu()
 
     def _exact_answers(self, out_TN: Tensor) -> Tensor:
-        """[T, N] float64: the exact answers. out_TN: the kernel's, which says whether one of two is meant."""
+        """Return [T, N] float64: the exact answers. out_TN: the kernel's, which says whether one of two is meant."""
         return (widened_fp8(self._codes_NT).double() * self._scale.double().cpu()).t() * self._values_T[:, None]
 
     def _first_code(self, layer: Module) -> ProofFault | None:
@@ -279,7 +279,7 @@ class NativeBlockProof(NativeFp8Proof):
         return TOKENS * (1 + self.ask.round % 2)
 
     def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> QuantisedWeight:
-        """The codes nearer to 0; those of which the next one passes too are remembered, with the next one."""
+        """Return the codes nearer to 0; those of which the next one passes too are remembered, with the next one."""
         inner, outer = _around(weight_RK, scale=scale, scheme=self.scheme)
         differ_R = (inner.codes_NK.view(torch.uint8) != outer.codes_NK.view(torch.uint8)).view(-1)
         places = differ_R.nonzero().view(-1)
@@ -313,7 +313,7 @@ class NativeBlockProof(NativeFp8Proof):
         self._outer_NT = outer.codes_NK.view(weight_NT.shape).cpu()
 
     def _scale_of_columns(self, rows: int) -> Tensor:
-        """[N, T] float32: spread only while it is needed, for it is as large as the codes four times."""
+        """Return [N, T] float32: spread only while it is needed, for it is as large as the codes four times."""
         blocks_T = self.columns_T.to(self._scale.device) // BLOCK
         return self._scale[:, blocks_T].repeat_interleave(BLOCK, dim=0)[:rows]
 

@@ -71,7 +71,7 @@ class Int4Proof(KernelProof):
         self._answer_N[rows], self._magnitude_N[rows] = self._answers(quantised)
 
     def _check_quantiser(self, weight_RK: Tensor, quantised: QuantisedWeight) -> None:
-        """Raises SyncError where the compiled quantiser's numbers are not the codec's."""
+        """Raise SyncError where the compiled quantiser's numbers are not the codec's."""
         first = int(self._integers(0, -(-len(weight_RK) // _SAMPLED_ROWS), count=1)) * _SAMPLED_ROWS
         rows = slice(first, first + _SAMPLED_ROWS)
         codec = quantise_int4(weight_RK[rows])
@@ -84,7 +84,7 @@ class Int4Proof(KernelProof):
             )
 
     def _answers(self, quantised: QuantisedWeight) -> tuple[Tensor, Tensor]:
-        """[R] each: sum_k x_k w'_k and sum_k |w'_k|, a cache's worth of rows at a time."""
+        """Compute sum_k x_k w'_k and sum_k |w'_k|, [R] each, a cache's worth of rows at a time."""
         rows = chunk_rows(quantised.codes_NK)
         answers, magnitudes = [], []
         for codes_RK, scale_RG in zip(quantised.codes_NK.split(rows), quantised.scale.split(rows), strict=True):

@@ -69,7 +69,8 @@ class Int8LinearMethod(OnlineLinearMethod):
             layer.register_parameter(name, None)
 
     def _quantising(self, loader: MethodType) -> MethodType:
-        """A layer's loader that quantises the parts of a weight. Bound to the layer, as vLLM undoes it for its records.
+        """Return a layer's loader that quantises the parts of a weight. Bound to the layer, as vLLM undoes it for its
+        records.
 
         Nothing is copied into the weight, which is what vLLM counts of a part that it gives twice: where one part of a
         layer goes by a route (routes.py), they all do, or the layer is reported as incomplete.

@@ -267,8 +267,8 @@ def _place(slot: Slot) -> Place:
 
 
 def _provable(model: Module, *, dtype: torch.dtype) -> dict[str, Expecting]:
-    """The layers whose kernels can be asked: the last projection, too, which is an embedding where a model has no
-    other. Without one: experts (each GEMM is a separate layer)."""
+    """Return the layers whose kernels can be asked: the last projection, too, which is an embedding where a model has
+    no other. Without one: experts (each GEMM is a separate layer)."""
     provable: dict[str, Expecting] = {}
     has_head = any(isinstance(layer, ParallelLMHead) for layer in model.modules())
     heads = ParallelLMHead if has_head else VocabParallelEmbedding
@@ -287,7 +287,7 @@ def _provable(model: Module, *, dtype: torch.dtype) -> dict[str, Expecting]:
 
 
 def _looks_up(layer: Module) -> bool:
-    """Whether it is an embedding, and not a last projection alone."""
+    """Tell whether it is an embedding, and not a last projection alone."""
     return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
 
 

@@ -105,7 +105,7 @@ class OnlineLinearMethod(Quantising, LinearMethodBase):
         layer._already_called_process_weights_after_loading = True
 
     def _quantised(self, layer: Module) -> QuantisedWeight:
-        """Frees the weight's memory: vLLM still has the parameter."""
+        """Free the weight's memory: vLLM still has the parameter."""
         weight_NK = layer.weight.data
         absmax = None
         if self._needs_whole:

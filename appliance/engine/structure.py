@@ -80,7 +80,7 @@ def _require_layers(model: Module, *, mixers: Mapping[str, Module]) -> None:
 
 
 def _otherwise_packed(model: Module, *, name: str) -> str:
-    """Why vLLM's class packs other parts into a layer than our mapping says; or an empty text."""
+    """Say why vLLM's class packs other parts into a layer than our mapping says; or an empty text."""
     leaf = name.rpartition(".")[2]
     packed = (getattr(model, "packed_modules_mapping", None) or {}).get(leaf, [leaf])
     if list(packed) in ([leaf], FUSED_LAYERS.get(leaf, [leaf])):  # whole, as some checkpoints have it, or our parts
@@ -130,7 +130,8 @@ def rehearse_updates(model: Module, *, vllm_config: Any, rank: int) -> None:
 
 
 def _other_weights(tensor: Tensor) -> Tensor:
-    """The same values, each in its neighbour's place; those of a vector, which may all be equal, are larger, too."""
+    """Return the same values, each in its neighbour's place; those of a vector, which may all be equal, are larger,
+    too."""
     moved = tensor.reshape(-1).roll(1).reshape(tensor.shape)
     return moved * 1.25 + 0.25 if tensor.ndim < 2 else moved
 
@@ -163,7 +164,7 @@ class _Trace:
 
 
 def _copies(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same values, of tensors copies: some norms write into what they get."""
+    """Copy the tensors among the values: some norms write into what they get."""
     return tuple(value.clone() if isinstance(value, Tensor) else value for value in values)
 
 

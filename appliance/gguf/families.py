@@ -177,7 +177,7 @@ def _sizes_of(header: Header, layout: Layout) -> _Sizes:
 
 
 def _check_entries(header: Header, *, sizes: _Sizes) -> None:
-    """Raises GgufError for an entry of the family's that is not known: it may change what the model computes."""
+    """Raise GgufError for an entry of the family's that is not known: it may change what the model computes."""
     prefix = f"{header.architecture}."
     known = {
         *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
@@ -198,7 +198,7 @@ def _check_entries(header: Header, *, sizes: _Sizes) -> None:
 
 
 def _check_tensors(header: Header, layout: Layout, *, sizes: _Sizes) -> None:
-    """Raises GgufError where the tensors are not exactly those of the model that the metadata describes."""
+    """Raise GgufError where the tensors are not exactly those of the model that the metadata describes."""
     required, optional = dict(_tensors_of(layout, sizes)), {HEAD: (sizes.hidden, sizes.vocab)}
     if header.architecture == "llama":
         optional[ROPE_FACTORS] = (sizes.head_size // 2,)
@@ -216,7 +216,7 @@ def _check_tensors(header: Header, layout: Layout, *, sizes: _Sizes) -> None:
 
 
 def _tensors_of(layout: Layout, sizes: _Sizes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, sizes in the file's order) of every tensor that must be there."""
+    """Yield (name, sizes in the file's order) of every tensor that must be there."""
     queries, keys = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
     hidden, wide, experts, narrow = sizes.hidden, sizes.intermediate, sizes.experts, sizes.expert_intermediate
     of_a_layer = {
@@ -272,8 +272,8 @@ def _rope(header: Header, *, sizes: _Sizes, factors: tuple[float, ...]) -> dict[
 
 
 def _llama3_factors(rope: Mapping[str, Any], *, head_size: int) -> list[float]:
-    """Divisors of the frequencies in Llama 3.1: 1 for short wavelengths, `factor` for long ones, between them from one
-    to the other."""
+    """Return divisors of the frequencies in Llama 3.1: 1 for short wavelengths, `factor` for long ones, between them
+    from one to the other."""
     low, high, before = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     factors = []
     for channel in range(0, head_size, 2):

@@ -243,7 +243,7 @@ def _read_tensor(reader: _Reader) -> Tensor:
 
 
 def _check_places(tensors: list[Tensor], *, room: int, alignment: int) -> None:
-    """Raises DamagedGguf where a tensor lies outside of the file, in another one or not at a multiple of the alignment.
+    """Raise DamagedGguf where a tensor lies outside of the file, in another one or not at a multiple of the alignment.
     room: bytes that the file has for weights."""
     end = 0
     for tensor in sorted(tensors, key=lambda each: each.offset):

@@ -226,7 +226,7 @@ def _decision(report: Report, *, step: int, before: Level, after: Level) -> Deci
 
 
 def _move(state: GovernorState, signals: Signals, *, policy: Policy) -> tuple[GovernorState, Decision | None]:
-    """The ladder after one more step."""
+    """Move on the ladder after one more step."""
     if state.cooling > 0:
         return replace(state, cooling=state.cooling - 1), None
     judgement = judge_mismatch(signals, bounds=policy.mismatch)

@@ -221,7 +221,7 @@ def _recipe_before(recipe_file: Path) -> Recipe:
 
 
 def _is_begun_with(key: str, recipe: Recipe, *, target: Target) -> bool:
-    """Whether the key names the very commit that the run's model was, without being named, when the run began."""
+    """Tell whether the key names the very commit that the run's model was, without being named, when the run began."""
     original = original_plan(target) if key == "model.revision" and recipe.model.revision else None
     return original is not None and original.commit == recipe.model.revision
 
@@ -664,8 +664,8 @@ def _put_checkpoints_aside(resume: Resume) -> None:
 
 
 def _restore(run_dir: Path, *, checkpoint: Path | None) -> None:
-    """The governor's memory as it was at the end of the step, none at the beginning; and what the next step needs and
-    the run's folder has lost: files of the profile, the fits up to the step."""
+    """Restore the governor's memory as it was at the end of the step, none at the beginning; and what the next step
+    needs and the run's folder has lost: files of the profile, the fits up to the step."""
     if checkpoint is None or not (checkpoint / GUARD_FILE).is_file():
         (run_dir / GUARD_FILE).unlink(missing_ok=True)
     else:

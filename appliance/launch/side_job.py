@@ -119,7 +119,7 @@ def _run(module: list[str], *, log: Path, env: dict[str, str], tick: Callable[[]
 
 @contextlib.contextmanager
 def _own_temporary() -> Iterator[dict[str, str]]:
-    """Has an engine leave what it leaves in TMPDIR in a folder that goes with it; nothing where its sockets would have
+    """Have an engine leave what it leaves in TMPDIR in a folder that goes with it; nothing where its sockets would have
     too long a path there. Raises PreflightError when none can be made."""
     root = Path(tempfile.gettempdir())
     if short_root(root, length=len(_TEMPORARY) + _RANDOM) != root:

@@ -180,7 +180,7 @@ def _curve(series: Series, horizontal: Axis, vertical: Axis) -> Iterator[str]:
 
 
 def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """Runs of points that have a value."""
+    """Yield the runs of points that have a value."""
     for is_gap, run in itertools.groupby(points, key=lambda point: math.isnan(point[1])):
         if not is_gap:
             yield list(run)

@@ -139,7 +139,7 @@ def read_result(key: ResultKey, *, cache_dir: Path) -> tuple[StoredResult | None
 
 
 def _read(raw: dict[str, Any]) -> StoredResult:
-    """Raises ValueError, TypeError or KeyError for what this version did not write."""
+    """Read a stored result. Raises ValueError, TypeError or KeyError for what this version did not write."""
     if raw["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"schema_version {raw['schema_version']!r}")
     ratios = tuple((Scheme(each["scheme"]), float(each["ratio"])) for each in raw["schemes"])

@@ -458,14 +458,14 @@ def _with_memory(draft: RunPlan, facts: _Facts, *, book: derive.Book, trainer_ch
 
 
 def _threads(host: HostFacts, *, shape: ModelShape | None) -> tuple[int, str]:
-    """(threads of each process on a CPU, why)."""
+    """Return (threads of each process on a CPU, why)."""
     if shape is not None and shape.is_tiny:
         return 1, f"{shape.millions}: layers this small gain little by a second thread, and on a busy host wait for it"
     return host.cores, "trainer and engine take turns, so each has all cores of this host"
 
 
 def _needs_own_engine(recipe: Recipe, *, trainer: Trainer, rollout: Rollout, is_cpu: bool) -> bool:
-    """Whether verl's training engine does not do what the recipe asks, and ours takes its place."""
+    """Tell whether verl's training engine does not do what the recipe asks, and ours takes its place."""
     return (
         is_cpu
         or trainer.quantises
@@ -480,7 +480,8 @@ def _needs_own_engine(recipe: Recipe, *, trainer: Trainer, rollout: Rollout, is_
 
 
 def _cluster(recipe: Recipe, *, device: str, root: Path) -> Cluster:
-    """The section with its device, and with absolute paths. root: folder of the run folders, which all nodes share."""
+    """Return the section with its device, and with absolute paths. root: folder of the run folders, which all nodes
+    share."""
     token_file = _absolute(recipe.cluster.token_file) or str(root / TOKEN_FILE)
     return recipe.cluster.replace(device=device, run_dir=str(root), token_file=token_file)
 
@@ -518,7 +519,7 @@ def _automatic(
     cache_dir: Path,
     original: OriginalPlan | None,
 ) -> tuple[Scheme, str]:
-    """(what `auto` means on the device, why)."""
+    """Return (what `auto` means on the device, why)."""
     if original is not None and original.automatic is not None and original.device == device:
         return original.automatic, "as the run began, whatever `bench` has measured since"
     ranks = recipe.rollout.tensor_parallel
@@ -566,7 +567,7 @@ def _weights(recipe: Recipe, *, cache_dir: Path, commit: str) -> WeightsPlan:
 
 
 def _date(model: Model, *, weights: WeightsPlan, today: str) -> str:
-    """The day to give to a chat template that asks, or may ask: one of the hub is not always here yet."""
+    """Return the day to give to a chat template that asks, or may ask: one of the hub is not always here yet."""
     return "" if _asks_for_date(model, weights=weights) is False else today
 
 
@@ -633,8 +634,8 @@ def _absolute(file: str | None) -> str | None:
 
 
 def _attestations(recipe: Recipe, *, rollout: Rollout, is_cpu: bool) -> tuple[ExpectedAttestation, ...]:
-    """Every vLLM worker, ranks counted over the engines; every worker that trains; and the driver, which corrects the
-    loss. rollout: the plan's."""
+    """Return what is expected of every vLLM worker, ranks counted over the engines; of every worker that trains; and of
+    the driver, which corrects the loss. rollout: the plan's."""
     lora = recipe.model.lora
     has_adapter = lora is not None and lora.sync is LoraSync.ADAPTER
     on_cpu = CPU_ROLLOUT_PATCHES + (CPU_ADAPTER_PATCHES if has_adapter else ())

@@ -68,7 +68,7 @@ def plan_quantization(
 
 
 def _prove_every(recipe: Recipe, *, shape: ModelShape | None) -> tuple[int, str]:
-    """(syncs within which each layer is proven once, why)."""
+    """Return (syncs within which each layer is proven once, why)."""
     if recipe.quantization.prove_every:
         return recipe.quantization.prove_every, "as given"
     if shape is not None and shape.is_tiny:

@@ -60,7 +60,7 @@ def _revision(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
 
 
 def _on_cpu(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
-    """Settings that a CPU cannot carry out."""
+    """Report settings that a CPU cannot carry out."""
     if not plan.is_cpu:
         return
     if recipe.trainer.attention is Attention.FLASH_ATTENTION_2:
@@ -72,7 +72,7 @@ def _on_cpu(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
 
 
 def _old_log_probs(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
-    """An update that cannot give the old log-probs, though the recipe wants them from it."""
+    """Report an update that cannot give the old log-probs, though the recipe wants them from it."""
     if recipe.trainer.old_log_probs is not OldLogProbs.UPDATE or plan.trainer.old_log_probs is OldLogProbs.UPDATE:
         return
     reason = why_a_pass(recipe, is_cpu=plan.is_cpu) or "the engines' are the trainer's own in one flow"
@@ -80,7 +80,7 @@ def _old_log_probs(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
 
 
 def _without_profile(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
-    """Settings that only a profile carries out, where none is made."""
+    """Report settings that only a profile carries out, where none is made."""
     quantised = [scheme for scheme in plan.rollout.replicas if scheme.quantised]
     if recipe.quantization.profile != AUTO or not quantised or any(scheme in PROFILED for scheme in quantised):
         return
@@ -94,7 +94,7 @@ def _without_profile(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
 
 
 def _chosen_by(recipe: Recipe, scheme: Scheme) -> tuple[str, ...]:
-    """The key by which a scheme is chosen that is not named; none for one that is."""
+    """Return the key by which a scheme is chosen that is not named; none for one that is."""
     schemes = recipe.rollout.schemes
     return ("cluster.device",) if AUTO in schemes and scheme not in schemes else ()
 
@@ -110,7 +110,7 @@ def _automatic_scheme(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
 
 
 def _forward(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
-    """The device and the scheme on which the trainer cannot compute as the rollouts do."""
+    """Report the device and the scheme on which the trainer cannot compute as the rollouts do."""
     forward, scheme, key = recipe.trainer.forward, plan.rollout.scheme, ("trainer.forward", "cluster.device")
     if forward is Forward.BF16:
         return
@@ -135,7 +135,7 @@ def _forward(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
 
 
 def _backward(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
-    """The device and the schemes on which gradients cannot be computed as the recipe wants."""
+    """Report the device and the schemes on which gradients cannot be computed as the recipe wants."""
     if recipe.trainer.backward is not Backward.FP8_BLOCK:
         return
     if other := next((scheme for scheme in plan.rollout.replicas if scheme is not Scheme.FP8_BLOCK), None):
@@ -147,7 +147,7 @@ def _backward(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
 
 
 def _finer_schemes(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
-    """Schemes that the governor may lead to and the trainer's forward cannot compute."""
+    """Report schemes that the governor may lead to and the trainer's forward cannot compute."""
     forward = recipe.trainer.forward
     if forward is Forward.BF16 or Action.RAISE_PRECISION not in plan.guard.actions:
         return
@@ -160,7 +160,7 @@ def _finer_schemes(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
 
 
 def _has_block_kernel(device: str) -> bool:
-    """Whether the forward of `fp8-block` runs there: torch has its kernel for Hopper, and we have one for CPUs."""
+    """Tell whether the forward of `fp8-block` runs there: torch has its kernel for Hopper, and we have one for CPUs."""
     return device == CPU or GPUS[device].capability[0] == HOPPER
 
 

@@ -68,7 +68,8 @@ def hydra_value(value: Value) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Backslashes count only before `${` (OmegaConf) and before a quote or the end (Hydra): double them there."""
+    """Quote a text. Backslashes count only before `${` (OmegaConf) and before a quote or the end (Hydra): they are
+    doubled there."""
     text = re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
     text = re.sub(r"(\\+)(?='|\Z)", lambda match: match[1] * 2, text)
     return "'" + text.replace("'", "\\'") + "'"
@@ -159,7 +160,7 @@ def _adapter(lora: Lora) -> Settings:
 
 
 def _actor(plan: RunPlan) -> Settings:
-    """verl's settings of the trainer, and the reference's strategy."""
+    """Make verl's settings of the trainer, and the reference's strategy."""
     trainer, batch, optimizer = plan.trainer, plan.batch, plan.optimizer
     saved = ["model", "optimizer", "extra", "hf_model"]
     if plan.model.lora:  # `hf_model` would be the model without the adapter: trainer/lora.py saves that beside it
@@ -230,7 +231,7 @@ def _rollout(plan: RunPlan) -> Settings:
 
 
 def _trainer(plan: RunPlan) -> Settings:
-    """verl's settings of the run as a whole, with the checkpoint that it resumes from."""
+    """Make verl's settings of the run as a whole, with the checkpoint that it resumes from."""
     trainer = plan.trainer
     resume: Settings = [("trainer.resume_mode", "disable")]
     if plan.resume_from:

@@ -80,7 +80,8 @@ def _write_problem(folder: Path) -> str:
 
 
 def _unreadable(plan: RunPlan) -> tuple[str, ...]:
-    """The model's folder, also one behind a folder that is closed to this user, or where it is open files in it."""
+    """Return the model's folder, also one behind a folder that is closed to this user, or where it is open files in
+    it."""
     folder = Path(plan.weights.name_or_path)
     if plan.weights.is_cached or not folder.is_absolute():
         return ()
@@ -120,7 +121,7 @@ def head_problem(address: str) -> str:
 
 
 def _token_problem(file: Path, *, must_be: bool) -> str:
-    """As `train` will judge it. A head makes its own token; for a cluster that is there already, it must be here."""
+    """Judge the token as `train` will. A head makes its own; for a cluster that is there already, it must be here."""
     try:
         check_token(file)
     except PreflightError as error:
@@ -181,7 +182,7 @@ def wandb_key() -> tuple[bool, str]:
 
 
 def _netrc_file() -> Path:
-    """As wandb takes it: NETRC, ~/.netrc, ~/_netrc."""
+    """Find the netrc file as wandb does: NETRC, ~/.netrc, ~/_netrc."""
     if named := os.environ.get("NETRC"):
         return Path(named).expanduser()
     usual, other = Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()

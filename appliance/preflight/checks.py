@@ -201,7 +201,7 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
 
 
 def _vocabulary(inputs: InputFacts) -> Iterator[Finding]:
-    """Findings where tokenizer and model differ in their number of tokens by more than padding explains."""
+    """Yield findings where tokenizer and model differ in their number of tokens by more than padding explains."""
     rows, words = inputs.model_shape.vocab if inputs.model_shape else 0, inputs.template.tokens
     if not rows or not words:
         return
@@ -246,8 +246,8 @@ def _hub_model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
 
 
 def _without_row(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
-    """Findings where a plan asks for what only families of the list have, and for a model without a class. What the
-    structure of any other model must show is checked when its engine starts."""
+    """Yield findings where a plan asks for what only families of the list have, and for a model without a class. What
+    the structure of any other model must show is checked when its engine starts."""
     if not (why := why_unknown(shape.architectures)):
         return
     has_class = bool(shape.architectures)  # else all that is said is that
@@ -274,7 +274,7 @@ def _without_row(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
 
 
 def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
-    """What the weights must fit: verl and vLLM would say it after a minute of start-up, or not at all."""
+    """Check what the weights must fit: verl and vLLM would report it after a minute of start-up, or not at all."""
     shape = inputs.model_shape
     if shape is None:
         return
@@ -445,7 +445,7 @@ def _logging(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
 
 
 def _sampling(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
-    """How many words a step's tokens can be drawn from at most, where engines report them."""
+    """Report how many words a step's tokens can be drawn from at most, where engines report them."""
     rollout = plan.rollout
     if shape is None or not rollout.leaves_words_out:
         return

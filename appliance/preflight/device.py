@@ -111,7 +111,7 @@ def judge_offloaded_state(plan: RunPlan, host: HostFacts, shape: ModelShape | No
 
 
 def _engine(plan: RunPlan, shape: ModelShape) -> Iterator[Finding]:
-    """Its share, for the scheme that is planned or reserved; and for BF16, which the run may come to without either."""
+    """Judge an engine's share of the memory: for the planned or reserved scheme, and for BF16, where a run may end."""
     place, planned = "rollout.gpu_memory_utilization", engine_share(plan, shape)
     if planned is None:
         return
@@ -268,7 +268,7 @@ def judge_one_flow(plan: RunPlan, *, shape: ModelShape | None) -> Iterator[Findi
 
 
 def _other_forward(shape: ModelShape) -> str:
-    """A class whose forward is not known to be Llama's, or an empty text. The plan refuses experts."""
+    """Name a class whose forward is not known to be Llama's, or an empty text. The plan refuses experts."""
     rows = {name: FAMILIES.get(name) for name in shape.architectures}
     return next((name for name, row in rows.items() if row is None or not (row.one_flow or row.mixture)), "")
 

@@ -220,7 +220,7 @@ def _read(
 
 
 def _data_faults(plan: RunPlan) -> tuple[Finding, ...]:
-    """Of the rows; where all of them are to be read, also of what is to be made of them: each file is read once."""
+    """Find the faults of rows; where all rows are read, also those of what is made of them. Each file is read once."""
     task = plan.task
     task_to_read = task_of(task, files=plan.task_files)
     if not task.train_file or task_to_read.checked_rows:
@@ -234,19 +234,19 @@ def _data_faults(plan: RunPlan) -> tuple[Finding, ...]:
 
 
 def _is_cached(plan: RunPlan) -> bool:
-    """Whether the hub's cache has all of a model's files. One that is there and damaged counts: it is refused, for the
-    hub is not asked for it again."""
+    """Tell whether the hub's cache has all of a model's files. One that is there and damaged counts: it is refused, for
+    the hub is not asked for it again."""
     folder = _snapshot(plan)
     return folder is not None and not hub.missing_parts(folder) and not missing_shards(folder)
 
 
 def _snapshot(plan: RunPlan) -> Path | None:
-    """The folder in the hub's cache; of a model with a revision that of this very commit."""
+    """Return the folder in the hub's cache; of a model with a revision that of this very commit."""
     return plan.weights.folder if plan.model.revision else hub.cached_snapshot(plan.weights.hub_name)
 
 
 def _is_made(plan: RunPlan) -> bool:
-    """Whether the cache has a built-in model that was fetched."""
+    """Tell whether the cache has a built-in model that was fetched."""
     return plan.model.builtin in PACKAGED_MODELS and os.path.isdir(plan.weights.name_or_path)
 
 
@@ -323,8 +323,8 @@ def _of_another_model(
     model: Path,
     shape: ModelShape | None,
 ) -> str:
-    """What the profile smooths and the model has not; nothing of a model that is not here yet, or cannot be read.
-    channels: of each group's norm or linear layer that is divided.  shape: of the model."""
+    """Say what the profile smooths and the model has not; nothing of a model that is not here yet, or cannot be read.
+    channels: of each group's norm or linear layer that is divided. shape: of the model."""
     try:
         have = tensor_shapes(model) if model.is_absolute() else {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -51,7 +51,7 @@ def read_host(run_root: Path) -> HostFacts:
 
 
 def _write_problem(folder: Path) -> str:
-    """Why nothing can be made in the folder, or an empty text. Nothing is written: a probe leaves no trace."""
+    """Say why nothing can be made in the folder, or an empty text. Nothing is written: a probe leaves no trace."""
     if not os.path.isdir(folder):
         return f"{folder} is not a folder"
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
@@ -117,7 +117,7 @@ def _limit(value: int) -> int:
 
 
 def _left(group: Path, most: str, used: str, reclaimable: str) -> int:
-    """Bytes of a control group's memory."""
+    """Return the bytes of a control group's memory."""
     limit = number_in(group / most)
     if limit >= UNLIMITED:
         return UNLIMITED
@@ -125,7 +125,7 @@ def _left(group: Path, most: str, used: str, reclaimable: str) -> int:
 
 
 def _reclaimable(stat: Path, *, key: str) -> int:
-    """Bytes; 0 where it is not said."""
+    """Return the bytes that the kernel could take back; 0 where the file does not say."""
     try:
         lines = stat.read_text().splitlines()
     except OSError:

@@ -236,7 +236,7 @@ def _pairs(pairs: Sequence[tuple[str, str]], *, columns: int | None) -> Iterator
 
 
 def _wrapped(begin: str, text: str, *, columns: int | None) -> list[str]:
-    """The text behind its beginning, or below it where there is no room beside."""
+    """Put the text behind its beginning, or below it where there is no room beside."""
     if columns is None or len(begin) + len(text) <= columns:
         return [f"{begin}{text}"]
     if columns - len(begin) < _NARROWEST:

@@ -76,7 +76,7 @@ class WeightsChild:
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """What changes with the files: names, sizes, times."""
+    """List what changes with the files: names, sizes, times."""
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if os.path.isfile(file)]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 

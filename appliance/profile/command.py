@@ -170,7 +170,7 @@ def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
 
 
 def _run_plain(module: list[str], **how: Any) -> tuple[int, list[str]]:
-    """(exit code, what the child printed)."""
+    """Return (exit code, what the child printed)."""
     command = module_argv(*module)
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, **how)
     return done.returncode, done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"]
@@ -283,7 +283,7 @@ def _refuse_existing(*paths: Path) -> None:
 
 
 def _make(plan: RunPlan, *, output: Path | None) -> Path:
-    """The folder with the plan's profile; output None: the cache's."""
+    """Return the folder with the plan's profile; output None: the cache's."""
     assert plan.profile is not None
     if plan.profile.source:
         source = Path(plan.profile.source)
@@ -310,7 +310,7 @@ def _write_config(plan: RunPlan, *, profile: Path | None, path: Path) -> None:
 
 
 def _run(job: ProfileJob, *, env: dict[str, str]) -> Path:
-    """The child, with a bar; the folder where it left the profile. Raises the error that it reported."""
+    """Run the child, with a bar, and return the folder where it left the profile. Raises the error that it reported."""
     folder = Path(job.report_dir)
     left: list[Path] = []
     (folder / "job.json").write_text(job.model_dump_json(indent=2))

@@ -101,7 +101,7 @@ class ModelTensors:
 
 
 def _indexed(index: Path) -> list[str]:
-    """The files that an index names: beside it, nowhere else. Raises EngineError."""
+    """Return the files that an index names: beside it, nowhere else. Raises EngineError."""
     try:
         file_names = set(json.loads(index.read_text())["weight_map"].values())
         if outside := sorted(name for name in file_names if Path(name).name != name or name in ("", "..")):
@@ -372,7 +372,8 @@ class StreamedModel:
         return max(sum(2 * parameter.numel() for parameter in layer.parameters()) for layer in self._layers)
 
     def _parameter(self, name: str, *, shape: tuple[int, ...]) -> Tensor:
-        """A parameter of the module tree in BF16, out of the checkpoint's own names: experts are stored one by one."""
+        """Return a parameter of the module tree in BF16, out of the checkpoint's own names: experts are stored one by
+        one."""
         if name not in self.checkpoint and ".experts." in name:
             value = self._experts(name, shape=shape)
         else:
@@ -392,7 +393,7 @@ class StreamedModel:
 
 
 def _other_structure(model: nn.Module) -> str:
-    """Why a model of transformers is no decoder between embeddings and a head, by its modules; or an empty text."""
+    """Say why a model of transformers is no decoder between embeddings and a head, by its modules; or an empty text."""
     decoder, name = getattr(model, "model", None), type(model).__name__
     if missing := [part for part in _PARTS if not hasattr(decoder, part)]:
         return f"transformers' {name} has no `model.{missing[0]}`"

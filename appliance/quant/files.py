@@ -167,7 +167,7 @@ def _shape(sizes: object) -> tuple[int, ...]:
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """The header and its length in bytes."""
+    """Return the header and its length in bytes."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
         raw = opened.read(length) if length <= _LONGEST_HEADER else b""

@@ -184,8 +184,8 @@ class _Checkpoint:
         }
 
     def _as_saved(self, name: str) -> str:
-        """The name in this model's own checkpoints: transformers takes the base model's as well, without the prefix,
-        and one prefix too many."""
+        """Return the name in this model's own checkpoints: transformers takes the base model's as well, without the
+        prefix, and one prefix too many."""
         prefix = f"{self._model.base_model_prefix}."
         return next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in self._known), name)
 
@@ -347,7 +347,7 @@ class _Checkpoint:
         return _counted([f"{name} is {self._headers[name].type}" for name in wrong], fact), _AGAIN
 
     def _types_of_16_bits(self) -> tuple[list[str], list[str]]:
-        """Names of the rarer of F16 and BF16, and of the other; the first is empty where only one is there."""
+        """Return names of the rarer of F16 and BF16, and of the other; the first is empty where only one is there."""
         both = [sorted(each for each in self._usable if self._headers[each].type == kind) for kind in ("F16", "BF16")]
         rare, usual = sorted(both, key=len)
         return rare, usual
@@ -396,7 +396,7 @@ class _UsualSizes:
         self._bounds: dict[str | int, tuple[float, float]] = {}
 
     def _kinds(self, name: str) -> tuple[str, int]:
-        """The name without its numbers; and where no other tensor has that, as many dimensions."""
+        """Return the name without its numbers; and where no other tensor has that, as many dimensions."""
         return _NUMBER.sub(".#", name), len(self._headers[name].shape)
 
     def fit_only_as_other_type(self, name: str) -> bool:

@@ -107,7 +107,7 @@ def _draw_group(
     generator: torch.Generator,
     on_token: Callable[[int], None],
 ) -> list[list[int]]:
-    """One response to each prompt; all are drawn together."""
+    """Draw one response to each prompt, all of them together."""
     longest = max(map(len, prompts))
     ids_BT = torch.zeros(len(prompts), longest, dtype=torch.int64)
     mask_BT = torch.zeros_like(ids_BT)
@@ -140,13 +140,13 @@ def _draw_group(
 
 
 def _logits(model: StreamedModel, hidden_BH: Tensor) -> Tensor:
-    """[B, V] float32. hidden_BH: after the last norm."""
+    """Return [B, V] float32. hidden_BH: after the last norm."""
     bands = [hidden_BH @ rows_RH.t() for _, rows_RH in model.checkpoint.rows(model.head_name)]
     return model.logits(torch.cat(bands, dim=1).float())
 
 
 def _draw(logits_BV: Tensor, *, sampling: ProfileSampling, generator: torch.Generator) -> Tensor:
-    """[B] int64. Raises NumericsError when a logit is not finite."""
+    """Return [B] int64. Raises NumericsError when a logit is not finite."""
     if not bool(torch.isfinite(logits_BV).all()):
         raise NumericsError("a logit of the model is not finite: no sample can be drawn")
     if 0 < sampling.top_k < logits_BV.shape[1]:

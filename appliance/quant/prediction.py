@@ -149,7 +149,7 @@ def head_gradients(
 
 
 def _with_slope(model: StreamedModel, product_MR: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits of the head's products, and the derivative of each by its product, [M, R] both."""
+    """Return the logits of the head's products, and the derivative of each by its product, [M, R] both."""
     product_MR.requires_grad_()
     with torch.enable_grad():
         logits_MR = model.logits(product_MR)

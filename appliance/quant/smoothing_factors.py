@@ -119,7 +119,8 @@ class _Error:
 
 
 def _squares(magnitude_RK: Tensor, *, changed_RK: Tensor) -> Tensor:
-    """[K] float64: the sum over rows of the largest magnitude's square, where channel k alone is as in `changed_RK`."""
+    """Return [K] float64: the sum over rows of the largest magnitude's square, where channel k alone is as in
+    `changed_RK`."""
     largest_R2, place_R2 = magnitude_RK.topk(2, dim=1)
     others_RK = largest_R2[:, :1].expand_as(magnitude_RK).clone()
     others_RK.scatter_(1, place_R2[:, :1], largest_R2[:, 1:])

@@ -23,7 +23,7 @@ def broken_objective(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _correction(recipe: Recipe) -> Iterator[Finding]:
-    """Which correction has a meaning beside which loss: the table of docs/algorithms.md."""
+    """Check that the correction has a meaning beside the loss: the table of docs/algorithms.md."""
     loss, method = recipe.algorithm.loss, METHODS[recipe.correction.method]
     if message := method.conflict(loss):
         fitting = [name for name, each in METHODS.items() if not each.conflict(loss)]

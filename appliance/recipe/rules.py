@@ -187,7 +187,8 @@ def _task(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _val_sets(task: Task) -> Iterator[Finding]:
-    """What they are is in tasks/task.py, `splits`; how many problems a file has is seen when it is read."""
+    """Check the validation sets, which tasks/task.py describes at `splits`. How many problems a file has is known when
+    it is read."""
     if not task.val_sets:
         return
     for key in ("val_file", "val_size"):
@@ -227,7 +228,7 @@ def _own_task(task: Task) -> Iterator[Finding]:
 
 
 def _own_code(task: Task) -> Iterator[Finding]:
-    """Rewards and tools: what is built in, and the user's files."""
+    """Check rewards and tools: what is built in, and the user's files."""
     if task.max_turns and not task.tools:
         yield fault(("task.max_turns", "task.tools"), "there are no tools to take turns with", "remove it")
     if not task.rewards:
@@ -286,7 +287,7 @@ def _broken_reward(reward: Reward) -> Iterator[Finding]:
 
 
 def _prompt(task: Task) -> Iterator[Finding]:
-    """How a row becomes a prompt."""
+    """Check how a row becomes a prompt."""
     if task.template is None:
         return
     if task.prompt != Task.model_fields["prompt"].default:
@@ -344,7 +345,7 @@ def _one_flow(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _old_log_probs(recipe: Recipe) -> Iterator[Finding]:
-    """What asks how far the rollouts' log-probs are from the trainer's, which are then the same numbers."""
+    """Refuse what needs the distance between the rollouts' log-probs and the trainer's, which are then the same."""
     if recipe.trainer.old_log_probs is not OldLogProbs.ROLLOUT:
         return
     key, hint = "trainer.old_log_probs", "or trainer.old_log_probs: recompute"
@@ -435,7 +436,7 @@ def shadow_sequences(recipe: Recipe) -> int:
 
 
 def _batch(recipe: Recipe) -> Iterator[Finding]:
-    """What must divide what. verl checks little of it, and with packing by tokens next to nothing."""
+    """Check which sizes divide which. verl checks little of it, and with packing by tokens next to nothing."""
     batch, samples, prompts = recipe.batch, recipe.rollout.samples_per_prompt, recipe.batch.prompts_per_step
     gpus, ranks = recipe.topology.gpus, recipe.topology.data_parallel
     sizes = ("rollout.samples_per_prompt", "cluster.gpus_per_node", "cluster.nodes")
@@ -472,7 +473,7 @@ def _packing(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _dapo(recipe: Recipe) -> Iterator[Finding]:
-    """What only `dapo` has, and how it must fit."""
+    """Check what only `dapo` has."""
     algorithm, batch = recipe.algorithm, recipe.batch
     if algorithm.kind is not AlgorithmKind.DAPO:
         typed_keys = [

@@ -129,7 +129,7 @@ def reference() -> str:
 
 
 def _lines(fields: Mapping[str, FieldInfo], *, section: str) -> Iterator[str]:
-    """A line per key; what the keys mean begins in one column."""
+    """Yield a line per key; what the keys mean begins in one column."""
     written = {name: f"{name}: {_yaml(EXAMPLES.get(section + name, field.default))}" for name, field in fields.items()}
     width = max(map(len, written.values()))
     for name, field in fields.items():

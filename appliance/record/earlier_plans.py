@@ -180,7 +180,7 @@ def _task(plan: dict[str, Any]) -> None:
 
 
 def _reward(reward: dict[str, Any]) -> dict[str, Any]:
-    """The reward by its file and function, which were fields beside the name of its metric."""
+    """Return the reward by its file and function, which were fields beside the name of its metric."""
     name = f"{reward['file']}:{reward['function']}" if reward["file"] else reward["function"]
     return {"name": name, "weight": reward["weight"]} | reward["options"]
 

@@ -52,7 +52,8 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
 
 
 def _is_torn(descriptor: int) -> bool:
-    """Whether the file ends within a line and stays so. A write of another process looks so while it is under way."""
+    """Tell whether the file ends within a line and stays so. A write of another process looks so while it is under
+    way."""
     for _ in range(_TORN_AFTER_LOOKS):
         size = os.fstat(descriptor).st_size
         if not size or os.pread(descriptor, 1, size - 1) == b"\n":

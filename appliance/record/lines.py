@@ -111,7 +111,7 @@ def _judged(path: Path, *, after: int, may_repeat: bool) -> Iterator[tuple[bytes
 
 
 def _step(line: bytes) -> int | None:
-    """The step of a whole line, None for another one."""
+    """Return the step of a whole line, None for another one."""
     try:
         raw = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):

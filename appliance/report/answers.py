@@ -39,7 +39,7 @@ def answers_table(samples: Sequence[StepSamples], *, is_graded: bool) -> str:
 
 
 def _answer(sample: Sample, is_graded: bool) -> str:
-    """The response, whether the model ended it, and its grade where there is one."""
+    """Return the response, whether the model ended it, and its grade where there is one."""
     cut = "" if sample.finished else " …"
     grade = {0.0: _WRONG, 1.0: _RIGHT}.get(sample.accuracy, "") if is_graded and sample.accuracy is not None else ""
     return f"{_brief(sample.response, _MOST_OF_AN_ANSWER)}{cut}{grade}"
@@ -56,13 +56,13 @@ def _without_shared_lines(prompts: Sequence[str]) -> list[str]:
 
 
 def _shared(lines_by_prompt: Sequence[Sequence[str]]) -> int:
-    """The number of lines with which all of them begin."""
+    """Return the number of lines with which all of them begin."""
     places = zip(*lines_by_prompt, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda lines: len(set(lines)) == 1, places))
 
 
 def _brief(text: str, most: int) -> str:
-    """The text on one line; of a longer one its beginning and its end."""
+    """Return the text on one line; of a longer one its beginning and its end."""
     line = " ".join(text.split())
     if len(line) <= most:
         return line

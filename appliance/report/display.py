@@ -130,7 +130,7 @@ def _validated(step: StepMetrics) -> str:
 
 
 def _guarded(step: StepMetrics) -> str:
-    """The guard's level, from the first that does something."""
+    """Return the guard's level, from the first that does something."""
     return "" if step.guard_level == "observe" else step.guard_level
 
 
@@ -248,7 +248,7 @@ def _rows(state: RunState, *, now: float, bars: bool) -> Iterator[tuple[str, str
 
 
 def _sync_text(step: StepMetrics) -> str:
-    """The last weight update: proven, and what it did to the codes where the scheme has codes."""
+    """Return the last weight update: proven, and what it did to the codes where the scheme has codes."""
     of_codes = (
         ("codes changed", step.codes_changed_fraction),
         ("saturated", step.saturated_fraction),
@@ -294,7 +294,7 @@ def _mismatch_text(step: StepMetrics, *, bounds: MismatchBounds) -> Text:
 
 
 def _distributions_text(step: StepMetrics) -> str:
-    """What sampled tokens alone do not say."""
+    """Say what sampled tokens alone do not say."""
     equal = step.mismatch_top_equal_fraction or 0.0
     return f"{_tiny(step.mismatch_top_kl)} nats apart, equal at {equal:.2%} of the tokens"
 
@@ -369,7 +369,7 @@ class PlainProgress(Progress):
         return f"{item.kind}: {item.what}"
 
     def _progress(self, item: Event) -> str:
-        """A line per quarter of the work."""
+        """Return a line per quarter of the work."""
         if item.done is None or not item.total:
             return ""
         reached = (item.what, int(item.done / item.total * _QUARTERS))

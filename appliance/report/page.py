@@ -136,7 +136,7 @@ def _about(view: RunView, *, now: float, awaits_restart: bool) -> str:
 
 
 def _tiles(view: RunView, *, now: float) -> list[tuple[str, str]]:
-    """(value, what it is) pairs."""
+    """Return (value, what it is) pairs."""
     state, rewards, per_step = view.state, result(view.state), step_seconds(view.state)
     peak = view.memory.peak
     took = (now if view.is_live else view.ended) - view.started if view.started else 0.0
@@ -165,7 +165,7 @@ def _attest(attestation: Attestation) -> tuple[str, ...]:
 
 
 def _validation(view: RunView) -> list[PromptAnswers]:
-    """One per problem, by its prompt: problems keep their order from one validation to the next."""
+    """Return one per problem, by its prompt: problems keep their order from one validation to the next."""
     by_prompt: dict[str, list[ShownAnswer]] = {}
     for samples in view.samples:
         for sample in samples.validation:
@@ -176,7 +176,7 @@ def _validation(view: RunView) -> list[PromptAnswers]:
 
 
 def _training(view: RunView) -> list[PromptAnswers]:
-    """One per step, some of them, of one prompt: its best and its worst sample."""
+    """Return one per step, some of them, of one prompt: its best and its worst sample."""
     shown = _some([samples for samples in view.samples if samples.training])
     is_graded = not view.plan.task.is_own
     return [
@@ -190,7 +190,7 @@ def _training(view: RunView) -> list[PromptAnswers]:
 
 
 def _are_short(prompts: Sequence[PromptAnswers]) -> bool:
-    """Whether all texts fit into the cells of one table."""
+    """Tell whether all texts fit into the cells of one table."""
     samples = [answer.sample for prompt in prompts for answer in prompt.answers]
     texts = [text for sample in samples for text in (sample.prompt, sample.response)]
     return all(len(text) <= _SHORT and "\n" not in text for text in texts) and not any(s.turns for s in samples)

@@ -118,7 +118,7 @@ def _mismatch(view: RunView) -> _Said:
 
 
 def _precision(view: RunView) -> _Said | None:
-    """The model's validation in the rollouts' scheme against BF16's, the newest that has both."""
+    """Return the model's validation in the rollouts' scheme against BF16's, the newest that has both."""
     if (line := view.steps.both) is None:
         return None
     in_scheme, bf16, problems = line.val_reward_mean, line.val_reward_bf16_mean, line.val_samples

@@ -58,7 +58,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def _product(bytes_RC: Tensor) -> Tensor:
-    """[R, COLUMNS] int32, exact."""
+    """Return [R, COLUMNS] int32, exact."""
     if bytes_RC.device.type != "cpu" or torch.cpu._is_vnni_supported():
         return torch._int_mm(bytes_RC, _factors(bytes_RC.device))
     factors = _factors(bytes_RC.device).t().double()
@@ -66,8 +66,8 @@ def _product(bytes_RC: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> bytearray:
-    """A copy, and without numpy, which a trainer need not have: FSDP frees a weight by its storage's size, which is
-    fixed for ever once numpy has looked at it."""
+    """Return a copy, and without numpy, which a trainer need not have: FSDP frees a weight by its storage's size, which
+    is fixed for ever once numpy has looked at it."""
     content = bytearray(tensor.nbytes)
     if content:
         torch.frombuffer(content, dtype=tensor.dtype).copy_(tensor.reshape(-1))
@@ -76,7 +76,7 @@ def _bytes(tensor: Tensor) -> bytearray:
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """[ROW_BYTES, COLUMNS] int8 in -63..63, never 0; from SHAKE-256, so the same everywhere and for ever.
+    """Return [ROW_BYTES, COLUMNS] int8 in -63..63, never 0; from SHAKE-256, so the same everywhere and for ever.
 
     Column by column in memory: with both operands row by row cuBLAS 13 has no INT8 product (pytorch #169956).
     """

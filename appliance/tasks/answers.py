@@ -83,7 +83,7 @@ _FARTHEST = 80  # characters between two boxes that are one answer
 
 
 def _are_one_answer(between: str) -> bool:
-    """Whether two boxes with this text between them are two parts of one answer: `and`, `or`, a comma, nothing."""
+    """Tell whether two boxes with this text between them are two parts of one answer: `and`, `or`, a comma, nothing."""
     plain = re.sub(r"\$|\\[()\[\],;! ]|\*", " ", between).strip(" .\n")
     if len(plain) > _FARTHEST or _MOVES_ON.search(plain):
         return False
@@ -136,8 +136,8 @@ _AROUND = 60  # characters around a box that may be of one formula with it
 
 
 def _is_part_of_more(text: str, box: MarkedAnswer) -> bool:
-    """Whether a box contains a part of the answer, as in `-\\boxed{4}` and `\\boxed{4}/5`, or one that the text takes
-    back, denies or doubts."""
+    """Tell whether a box contains a part of the answer, as in `-\\boxed{4}` and `\\boxed{4}/5`, or one that the text
+    takes back, denies or doubts."""
     delimiter = r"\$|\\[()\[\]]|\*\*"
     before = re.sub(delimiter, "", text[max(0, box.start - _AROUND) : box.start]).rpartition("\n")[2]
     behind = re.sub(delimiter, "", text[box.end : box.end + _AROUND])
@@ -242,7 +242,8 @@ _FEW_WORDS = 4
 
 
 def _only_explains(aside: str) -> bool:
-    """Whether a bracket behind a number says nothing else of it: `(9 times 2)`, but neither `(or 5)` nor `(wrong)`."""
+    """Tell whether a bracket behind a number says nothing else of it: `(9 times 2)`, but neither `(or 5)` nor
+    `(wrong)`."""
     words = words_of(aside)
     if not (DENIALS | HEDGES).isdisjoint(words):
         return False
@@ -286,7 +287,7 @@ def is_part(inner: str, *, whole: str) -> bool:
 
 
 def _joined_tags(text: str, marks: list[MarkedAnswer]) -> list[MarkedAnswer]:
-    """The last of the tags, with the one before it where `or` joins them."""
+    """Return the last of the tags, with the one before it where `or` joins them."""
     if len(marks) > 1 and re.fullmatch(r"\s*(?:or|and|,)\s*", text[marks[-2].end : marks[-1].start]):
         return [MarkedAnswer(marks[-1].start, marks[-1].end, f"{marks[-2].inner} or {marks[-1].inner}")]
     return marks[-1:]

@@ -101,7 +101,8 @@ def _chosen_letter(text: str) -> str:
 
 
 def _has_other_option(plain: str, place: int) -> bool:
-    """Whether an option with another letter, in the same brackets, follows the letter at this place: `A) 5 B) 6`."""
+    """Tell whether an option with another letter, in the same brackets, follows the letter at this place: `A) 5 B)
+    6`."""
     opening = "(" if plain[:place].endswith("(") else ""
     options = _OTHER_OPTION.finditer(plain, place + 1)
     return any(option[1] == opening and option[2] != plain[place].upper() for option in options)

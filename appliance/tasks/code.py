@@ -155,7 +155,7 @@ def _request(test: CallTest | StatementTest) -> dict[str, Any]:
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    """Whether two values of JSON are equal: true is not 1, and numbers with a point are compared to 1e-6."""
+    """Tell whether two values of JSON are equal: true is not 1, and numbers with a point are compared to 1e-6."""
     if isinstance(left, bool) or isinstance(right, bool):
         return left is right
     if isinstance(left, float) or isinstance(right, float):

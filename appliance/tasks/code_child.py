@@ -271,7 +271,7 @@ class _Program:
 
 
 def _change(value: Any, now: Any) -> None:
-    """Makes a test's own list, dict or set what the program made of it."""
+    """Make a test's own list, dict or set what the program made of it."""
     if type(value) is type(now) and isinstance(value, list | deque):
         value.clear()
         value.extend(now)
@@ -320,9 +320,9 @@ def _result(program: _Program, test: dict[str, Any]) -> Any:
 
 
 def _names_of_program(tree: ast.Module, *, imported: set[str]) -> set[str]:
-    """The names that statements take from the program: none that Python has or a judge has imported, for a program
-    could define an `abs` that is always 0. Where the statements use no others, and do not import the program, the
-    program defines one of these."""
+    """Return the names that statements take from the program: none that Python has or a judge has imported, for a
+    program could define an `abs` that is always 0. Where the statements use no others, and do not import the program,
+    the program defines one of these."""
     used: set[str] = set()
     bound: set[str] = set()
     imports_program = False

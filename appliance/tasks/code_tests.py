@@ -127,7 +127,7 @@ def _lines_of(value: Any) -> str:
 
 
 def _function(value: Mapping[str, Any]) -> str:
-    """What is called, empty where nothing is named."""
+    """Return the name of what is called; empty where nothing is named."""
     metadata = value.get("metadata")
     if isinstance(metadata, str):
         try:
@@ -202,8 +202,8 @@ def _joined(value: Any) -> Any:
 
 
 def _calls(pairs: list[tuple[Any, Any]], *, function: str, names: tuple[str, str]) -> list[CodeTest]:
-    """A text contains JSON, an argument a line, and its answer is JSON too, as LiveCodeBench has them. A list contains
-    the arguments. Where every answer is a list of one, it may mean its member, as in APPS."""
+    """Make tests of calls. A text contains JSON, an argument a line, and its answer is JSON too, as LiveCodeBench has
+    them. A list contains the arguments. Where every answer is a list of one, it may mean its member, as in APPS."""
     is_wrapped = all(isinstance(expected, list) and len(expected) == 1 for _, expected in pairs)
     tests: list[CodeTest] = []
     for call_input, expected in pairs:
@@ -236,8 +236,8 @@ def _json_of(value: Any, *, name: str) -> Any:
 
 
 def _of_source(source: str, *, shared: _Shared) -> list[CodeTest]:
-    """Each statement that asserts, with the statements before it; each test function; `check` of what is called. Raises
-    ValueError for tests that only a library such as pytest or unittest could run."""
+    """Return each statement that asserts, with the statements before it; each test function; `check` of what is called.
+    Raises ValueError for tests that only a library such as pytest or unittest could run."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -274,15 +274,15 @@ def _of_source(source: str, *, shared: _Shared) -> list[CodeTest]:
 
 
 def _needs_more(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function is not one that is called as `f()`."""
+    """Tell whether a function is not one that is called as `f()`."""
     takes = node.args
     needed = len(takes.posonlyargs) + len(takes.args) - len(takes.defaults) + takes.kw_defaults.count(None)
     return bool(needed or node.decorator_list or isinstance(node, ast.AsyncFunctionDef))
 
 
 def _refuse_tests_of_libraries(node: ast.stmt) -> None:
-    """Raises ValueError for a test function that needs arguments, a decorator or an event loop, and for one in a
-    class: called without them it fails, whatever the program is."""
+    """Raise ValueError for a test function that needs arguments, a decorator or an event loop, and for one in a class:
+    called without them it fails, whatever the program is."""
     if isinstance(node, ast.ClassDef):
         inner = [part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
         if any(name.startswith("test") for name in inner):

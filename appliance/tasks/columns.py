@@ -52,7 +52,7 @@ def has_bytes(kind: pa.DataType) -> bool:
 
 
 def _is_json(kind: pa.DataType) -> bool:
-    """Whether a plain `to_pylist` gives what JSON has: of millions of rows the long way takes minutes."""
+    """Tell whether a plain `to_pylist` gives what JSON has: of millions of rows the long way takes minutes."""
     from pyarrow import types
 
     scalar = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating)
@@ -61,7 +61,7 @@ def _is_json(kind: pa.DataType) -> bool:
 
 
 def _decoded(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """A column of categories, as pandas makes them, as one of its values."""
+    """Return a column of categories, as pandas makes them, as one of its values."""
     from pyarrow import types
 
     return column.cast(column.type.value_type) if types.is_dictionary(column.type) else column
@@ -79,7 +79,7 @@ def _with_short_floats(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.Chun
 
 
 def _with_floats_as(kind: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """The same type with another one in place of each float of 32 bits."""
+    """Return the same type with another one in place of each float of 32 bits."""
     import pyarrow as pa
     from pyarrow import types
 
@@ -103,7 +103,8 @@ def _has_halves(kind: pa.DataType) -> bool:
 
 
 def _with_short_halves(value: Any, kind: pa.DataType) -> Any:
-    """A value of such a type, each number of 16 bits as the shortest decimal that is one: Arrow has no text of it."""
+    """Return a value of such a type, each number of 16 bits as the shortest decimal that is one: Arrow has no text of
+    it."""
     from pyarrow import types
 
     if value is None:

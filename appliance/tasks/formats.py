@@ -178,7 +178,7 @@ def _binary(path: Path, head: bytes) -> Format | None:
 
 
 def _has_rows(head: bytes) -> bool:
-    """Whether some of the first lines are JSON objects."""
+    """Tell whether some of the first lines are JSON objects."""
     return any(isinstance(_json(line), dict) for line in _first_lines(head))
 
 
@@ -191,8 +191,8 @@ def _encoded(path: Path, encoding: str) -> Format:
 
 
 def _filled(remedy: str, path: Path, *, member: str = "") -> str:
-    """A command with the file's name and that of a new one, both as a shell reads them. member: follows the file's
-    name."""
+    """Return a command with the file's name and that of a new one, both as a shell reads them. member: follows the
+    file's name."""
     stem = re.sub(r"(?<=.)(\.[A-Za-z]\w{0,7})+$", "", path.absolute().name)
     new_files = {
         "{lines}": ("-lines", ".jsonl"),

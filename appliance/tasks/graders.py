@@ -79,7 +79,7 @@ def is_right(answer: str, *, truth: str) -> bool:
 
 
 def _is_only_number(answer: str, *, truth: str) -> bool:
-    """Whether a marked answer in words, such as `There are 7 ways`, has one number, and that is the truth."""
+    """Tell whether a marked answer in words, such as `There are 7 ways`, has one number, and that is the truth."""
     plain = normal_form(answer[:_TAIL])
     if len(answer) > LONGEST_ANSWER or "\\" in plain or "n't" in plain or not _has_words(read_answer(plain)):
         return False
@@ -133,7 +133,8 @@ _SHORT_MULTIPLES = {"k": "thousand", "K": "thousand", "M": "million", "B": "bill
 
 
 def _scanned(text: str) -> list[tuple[int, int, Quantity | Based]]:
-    """(start, end, value) of each number in a text in the normal form; no exponent or index of a letter or a unit."""
+    """Return (start, end, value) of each number in a text in the normal form; no exponent or index of a letter or a
+    unit."""
     scanned: list[tuple[int, int, Quantity | Based]] = []
     for match in _NUMBER.finditer(text):
         before = text[max(0, match.start() - 2) : match.start()].rstrip(" {-")
@@ -174,8 +175,8 @@ _BEGINS_WITH_NUMBER = re.compile(
 
 
 def _stated_numbers(plain: str) -> list[Quantity | Based]:
-    """The first number that a statement begins with, and those that are joined to it; of an equation its side that is
-    computed."""
+    """Return the first number that a statement begins with, and those that are joined to it; of an equation its side
+    that is computed."""
     for side in reversed(plain.split("=")):
         scanned = _scanned(side)
         last = 0
@@ -187,7 +188,7 @@ def _stated_numbers(plain: str) -> list[Quantity | Based]:
 
 
 def _numbers_of_prose(text: str) -> list[Quantity | Based]:
-    """The last number of a text, with those that are joined to it: `3 or 4`, `5-3`. Empty where it is denied."""
+    """Return the last number of a text, with those that are joined to it: `3 or 4`, `5-3`. Empty where it is denied."""
     stated = stated_answer(text[-_TAIL:])
     if stated and _BEGINS_WITH_NUMBER.match(stated):
         return _stated_numbers(normal_form(stated))
@@ -210,7 +211,7 @@ def _numbers_of_prose(text: str) -> list[Quantity | Based]:
 
 
 def _numbers(text: str) -> list[Quantity | Based]:
-    """All numbers that an answer says: its value where it is one, else each number in its words."""
+    """Return all numbers that an answer says: its value where it is one, else each number in its words."""
     plain = normal_form(text[-_TAIL:])
     if len(plain) <= LONGEST_ANSWER:
         node = read_answer(plain)

@@ -23,7 +23,7 @@ from appliance.terms.shapes import ModelShape
 
 
 def _tasks() -> dict[str, TaskDefinition]:
-    """The `TASK` of each module of tasks/built_in, by its kind."""
+    """Return the `TASK` of each module of tasks/built_in, by its kind."""
     modules = (f"{built_in.__name__}.{kind.replace('-', '_')}" for kind in sections.BUILT_IN_TASKS)
     tasks = (importlib.import_module(module).TASK for module in modules)
     return {task.kind: task for task in tasks}
@@ -226,7 +226,7 @@ def is_from_hub(task: sections.Task) -> bool:
 
 
 def _is_read(task: sections.Task) -> bool:
-    """Whether its problems are rows, of files or of the hub."""
+    """Tell whether its problems are rows, of files or of the hub."""
     return task.is_own or TASKS[task.kind].source is not None
 
 

@@ -81,7 +81,7 @@ class Folder:
         return module if fromlist else sys.modules[f"{self._package}.{top}"]
 
     def _wins(self, top: str) -> bool:
-        """Whether a module of the folder has this name, and by its plain name another one would be imported."""
+        """Tell whether a module of the folder has this name, and by its plain name another one would be imported."""
         if top in sys.builtin_module_names:
             return False
         if f"{self._package}.{top}" in sys.modules:

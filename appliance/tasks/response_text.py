@@ -67,7 +67,7 @@ def _tags_around_answers(tokenizer: Any) -> set[str]:
 
 
 def _end_of_turn(tokenizer: Any) -> int | None:
-    """The special token that the chat template puts behind an answer; None where that is none."""
+    """Return the special token that the chat template puts behind an answer; None where that is none."""
     _, _, behind = _rendered(tokenizer, _ANSWERED, add_generation_prompt=False).rpartition(_ANSWER)
     ids = tokenizer(behind.strip(), add_special_tokens=False)["input_ids"] if behind.strip() else []
     added = set(tokenizer.get_added_vocab().values())

@@ -191,7 +191,7 @@ def without_faults(*read: ProblemSet) -> list[ProblemSet]:
 
 
 def _rows(path: Path, left_out: set[str]) -> Iterator[tuple[int, Row | str]]:
-    """(line or row number, the row or what is wrong with it). left_out: takes the fields that are not in them."""
+    """Yield (line or row number, the row or what is wrong with it). left_out: takes the fields that are not in them."""
     if path.suffix.lower() == PARQUET or is_parquet(path):
         yield from enumerate(plain_rows(_parquet_batches(path, left_out), left_out), start=1)
         return
@@ -255,7 +255,7 @@ def _is_whole(made: Problem) -> bool:
 
 
 def _of_verl(row: Row) -> Problem | str:
-    """A row in verl's schema."""
+    """Return a row in verl's schema."""
     messages, reward = row["prompt"], row["reward_model"]
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         return "the field `prompt` is not a list of messages"

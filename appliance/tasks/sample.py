@@ -122,8 +122,8 @@ def _gives_none(reward: RewardFunction, text: str, problem: Problem) -> bool:
 
 
 def _no_numbers(settings: sections.Task, *, first_problems: Callable[..., list[Problem]]) -> str:
-    """What is odd about truths for the reward `number`, which compares their numbers alone; empty where nothing is, or
-    another reward judges."""
+    """Say what is odd about truths for the reward `number`, which compares their numbers alone; empty where nothing is,
+    or another reward judges."""
     names = [name for name, reward in settings.named_rewards.items() if reward.name == "number"]
     if not names:
         return ""
@@ -151,7 +151,7 @@ def _with_messages(value: Callable[[Response], object], *, task: TaskDefinition)
 
 
 def _takes_truth(reward: sections.Reward) -> bool:
-    """Whether it cannot be called without."""
+    """Tell whether it cannot be called without."""
     takes = inspect.signature(getattr(load_module(reward.file), reward.function)).parameters
     return "truth" in takes and takes["truth"].default is inspect.Parameter.empty
 
@@ -232,8 +232,8 @@ def _judge_own(
 
 
 def _is_answer(truth: str, *, is_strict: bool) -> bool:
-    """Whether a response may be the truth itself. An object, such as Countdown's, is what an answer is checked with,
-    and so may be a list: a function of the user's knows. is_strict: no such function compares."""
+    """Tell whether a response may be the truth itself. An object, such as Countdown's, is what an answer is checked
+    with, and so may be a list: a function of the user's knows. is_strict: no such function compares."""
     if not truth.strip():
         return False
     try:
@@ -246,7 +246,8 @@ def _is_answer(truth: str, *, is_strict: bool) -> bool:
 
 
 def _where_they_differ(left: str, right: str) -> tuple[str, str]:
-    """Both, cut to what is shown: where that is not all, from a little before the first character that differs."""
+    """Return both, cut to what is shown: where that is not all, from a little before the first character that
+    differs."""
     left, right = " ".join(left.split()), " ".join(right.split())
     if max(len(left), len(right)) <= _SHOWN:
         return left, right
@@ -258,7 +259,7 @@ def _where_they_differ(left: str, right: str) -> tuple[str, str]:
 
 
 def _unread_mark(problem: Problem, *, rewards: Sequence[RewardFunction]) -> str:
-    """A right answer in a usual mark that one of the rewards gives nothing; empty where there is none."""
+    """Return a right answer in a usual mark that one of the rewards gives nothing; empty where there is none."""
     if is_bare(problem.truth):
         for text in in_marks(problem.truth):
             if any(_earned(text, problem, rewards=[replace(reward, weight=1.0)]) <= 0 for reward in rewards):
@@ -267,7 +268,7 @@ def _unread_mark(problem: Problem, *, rewards: Sequence[RewardFunction]) -> str:
 
 
 def _reads_truth(reward: sections.Reward) -> bool:
-    """Whether it may compare a response with the truth, by what it takes."""
+    """Tell whether it may compare a response with the truth, by what it takes."""
     if not reward.file:
         built_in = BUILT_IN[reward.function]
         return built_in.reads is not None and built_in.may_read_truth
@@ -288,7 +289,7 @@ def _earned(text: str, problem: Problem, *, rewards: Sequence[RewardFunction]) -
 def _graded_by_each(
     text: str, answer_kind: str, problem: Problem, *, rewards: Sequence[RewardFunction], tell: Tell
 ) -> Graded | SampleVerdict:
-    """The grade of all, or what is wrong with the first reward that gives none."""
+    """Return the grade of all, or what is wrong with the first reward that gives none."""
     response = _response(text, problem)
     values, places = [], [each.place or f"the reward `{each.name}`" for each in rewards]
     for reward, place in zip(rewards, places, strict=True):

@@ -305,7 +305,7 @@ def _counts(name: str, problem_set: ProblemSet) -> list[str]:
 
 
 def _key(name: str) -> str:
-    """The key of a validation set, below `task`."""
+    """Return the key of a validation set, below `task`."""
     return f"val_sets.{name}"
 
 
@@ -329,7 +329,7 @@ def _cannot_hold_out(problems: list[Problem], *, path: str, val_size: int, key: 
 
 
 def _hold_out(problems: list[Problem], *, seed: int, val_size: int) -> tuple[list[Problem], list[Problem]]:
-    """(train, val): val_size problems drawn by the seed."""
+    """Return (train, val): val_size problems drawn by the seed."""
     distinct = sorted(problems, key=lambda each: (each.prompt, each.before))
     random.Random(f"{seed}-hold-out").shuffle(distinct)
     return distinct[val_size:], distinct[:val_size]

@@ -178,8 +178,8 @@ def _takes_parts(messages: Sequence[Message], *, render: Callable[..., str]) -> 
 
 
 def _begin_of_answer(messages: Sequence[Message], *, render: Callable[..., str]) -> str:
-    """What the template puts between a prompt and the answer to it, where it puts nothing at the end of a prompt that
-    is to be answered. Nothing of a template that begins the answer right behind the prompt: Mistral's."""
+    """Say what the template puts between a prompt and the answer to it, where it puts nothing at the end of a prompt
+    that is to be answered. Nothing of a template that begins the answer right behind the prompt: Mistral's."""
     import jinja2
 
     prompt, answer = render(messages), "Answer17"

@@ -236,7 +236,7 @@ def _turn_problem(render: Callable[..., str], names: list[str]) -> str:
 
 
 def _has_all(rendering: str, answers: Sequence[str]) -> bool:
-    """Whether each answer is there whole, in order: as text, or as the JSON of it."""
+    """Tell whether each answer is there whole, in order: as text, or as the JSON of it."""
     end = 0
     for answer in answers:
         forms = (answer, json.dumps(answer)[1:-1], json.dumps(answer, ensure_ascii=False)[1:-1])

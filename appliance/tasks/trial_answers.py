@@ -130,8 +130,8 @@ def _differ(answer: str, truth: str) -> bool:
 
 
 def _with_another_digit(answer: str) -> str:
-    """The last digit changed; of a decimal of many digits the first; the last letter where there are no digits. Empty
-    where there are neither."""
+    """Return the last digit changed; of a decimal of many digits the first; the last letter where there are no digits.
+    Empty where there are neither."""
     digits = [place for place, character in enumerate(answer) if character in "0123456789"]
     raised = [place for place in digits if re.search(r"[\^_]\{?\d*$", answer[:place])]  # of a unit, such as cm^2
     if digits := [place for place in digits if place not in raised] or raised:

@@ -237,7 +237,8 @@ def norm_fed(names: Iterable[str]) -> NormFed:
 
 
 def _fed(units: tuple[Unit, ...], *, have: set[str]) -> tuple[set[str], set[str]]:
-    """The norms of a decoder layer, and what they feed. have: its parameters, with experts at once or one by one."""
+    """Return the norms of a decoder layer, and what they feed. have: its parameters, with experts at once or one by
+    one."""
     fed = [unit for unit in units if unit.norm]
     linears = {f"{name}.weight" for unit in fed for name in (*unit.members, *unit.followers) if name != GATE_UP}
     if any(GATE_UP in unit.members for unit in fed):

@@ -99,7 +99,7 @@ def attest_switch(plan: RunPlan, *, workers: list[ActorHandle]) -> None:
 
 
 def _attest_worker(worker: Any, plan: RunPlan, with_new_engines: bool) -> None:
-    """Runs inside verl's worker. `worker_dict` has the one role that has the actor."""
+    """Run inside verl's worker. `worker_dict` has the one role that has the actor."""
     actor = _actor(worker)
     engine = actor.engine
     module: Module = engine.module
@@ -156,7 +156,7 @@ def take_settings(plan: RunPlan, *, workers: Sequence[ActorHandle]) -> float:
 
 
 def _take(worker: Any, plan: RunPlan) -> float:
-    """Runs inside verl's worker."""
+    """Run inside verl's worker."""
     engine = _actor(worker).engine
     return set_as_planned(engine.optimizer, schedule=engine.lr_scheduler, plan=plan)
 
@@ -229,7 +229,7 @@ def tell_layer(
 
 
 def _traced(worker: Any, ids: list[int], request: dict[str, Any]) -> LayerTrace:
-    """Runs inside verl's worker."""
+    """Run inside verl's worker."""
     return _actor(worker).engine.traced(ids, **request)
 
 

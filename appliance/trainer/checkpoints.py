@@ -348,7 +348,7 @@ def put_base_files(folder: Path, *, base: Path) -> None:
 
 
 def _is_the_bases(name: str) -> bool:
-    """Whether a file of this name is one that a saved model has from its base."""
+    """Tell whether a file of this name is one that a saved model has from its base."""
     is_read, is_left = (
         any(fnmatch.fnmatch(name, pattern) for pattern in patterns) for patterns in (_THE_BASES, _NOT_THE_BASES)
     )

@@ -205,12 +205,12 @@ def _wait_for_names() -> None:
 
 
 def _empty_cache(worker: Any) -> None:
-    """Runs inside verl's worker."""
+    """Run inside verl's worker."""
     torch.cuda.empty_cache()
 
 
 def _left_over(worker: Any, pids: tuple[int, ...], within_s: float) -> list[int]:
-    """Runs inside verl's worker, beside the engine. What is still there after that time is killed; those that survive
+    """Run inside verl's worker, beside the engine. What is still there after that time is killed; those that survive
     it."""
     processes = [process for pid in pids if (process := _process(pid)) is not None]
     late = _living(processes, within_s=within_s)

@@ -119,8 +119,8 @@ def _say_how_to_serve(folder: Path, *, checkpoint: Path, flow: Quantisation, mod
 
 
 def _export(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
-    """Raises PreflightError for a plan that cannot be read, and where the target cannot be written: what else is read
-    was read before, for its hashes."""
+    """Export the model of a checkpoint. Raises PreflightError for a plan that cannot be read, and where the target
+    cannot be written: what else is read was read before, for its hashes."""
     try:  # no more of the plan: the rest may be of another version
         raw: dict[str, Any] = json.loads(with_keys_of_today((run_dir / "plan.json").read_bytes()))
         uaq = None if raw["uaq"] is None else UaqPlan.model_validate(raw["uaq"])

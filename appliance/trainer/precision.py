@@ -215,8 +215,8 @@ def worst_layers(plan: RunPlan, *, share: float) -> tuple[str, ...]:
 
 
 def _ranking(plan: RunPlan) -> list[tuple[float, tuple[str, ...]]]:
-    """(error, names) of each layer that the profile does not keep in BF16 anyway, in any order, at least one. Raises
-    PreflightError."""
+    """Return (error, names) of each layer that the profile does not keep in BF16 anyway, in any order, at least one.
+    Raises PreflightError."""
     layers = read_file_header(Path(plan.profile.folder))["layers"] if plan.profile is not None else []
     ranked = [(float(each["output_error"]), tuple(each["layer"])) for each in layers if not each["stays_in_bf16"]]
     ranked = ranked or _by_engine(plan)

@@ -412,7 +412,7 @@ class ApplianceTrainer(PPOTrainerSync):
         self._begin_phase(phase_before)
 
     def _search_is_due(self, telemetry: StepTelemetry) -> bool:
-        """Whether to search for the layer that makes log-probs of this step differ from the rollouts', which they
+        """Tell whether to search for the layer that makes log-probs of this step differ from the rollouts', which they
         are to equal."""
         differs = telemetry.differing_tokens and not telemetry.nonfinite_fraction
         return bool(differs) and self._step.is_exact(self.plan) and self.global_steps >= self._search_from

@@ -96,7 +96,7 @@ def _engine(job: VerifyJob) -> LLM:
 
 
 def _update(llm: LLM, *, job: VerifyJob, perturb: bool) -> tuple[EngineOutput, list[LayerProbe]]:
-    """One whole weight update of every worker; what the engine says then, and what its layers give."""
+    """Send one whole weight update to every worker; return what the engine answers then, and what its layers give."""
     failed = [text for text in llm.collective_rpc("verify_update", args=(perturb,)) if text]
     if failed:
         raise EngineError(failed[0])
@@ -171,8 +171,8 @@ class VerifyWorker(SyncWorkerExtension):
 
 
 def _checkpoint_tensors(model_config: object) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors in the type of the engine, in the order of the files. model_config: vLLM's.  Raises EngineError
-    without files."""
+    """Yield names and tensors in the type of the engine, in the order of the files. model_config: vLLM's. Raises
+    EngineError without files."""
     files = weight_files(_folder(model_config.model, revision=model_config.revision))
     if not files:
         hint = "give a model whose folder has safetensors files"
@@ -193,7 +193,7 @@ def _folder(model: str, *, revision: str | None) -> Path:
 
 
 def _perturbed(tensor: Tensor, *, name: str) -> Tensor:
-    """The tensor with noise that depends on its name alone, so that all workers make the same."""
+    """Return the tensor with noise that depends on its name alone, so that all workers make the same."""
     generator = torch.Generator("cpu").manual_seed(_seed(name))
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu").to(tensor.device)
     size = tensor.float().square().mean().sqrt().item() or 0.1

@@ -71,7 +71,8 @@ def run_verify(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: b
 def _plans(
     folder: Path, recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: bool, host: HostFacts
 ) -> list[RunPlan]:
-    """The plans of the command line's schemes. Rules about keys as they were typed were judged of the recipe itself."""
+    """Return the plans of the command line's schemes. Rules about keys as they were typed were judged of the recipe
+    itself."""
     recipes = _recipes(recipe, schemes=schemes, emulate=emulate)
     return [plan_in(folder, each, host=host, least=Needs.PLAN)[0] for each in recipes]
 
@@ -97,7 +98,7 @@ def _engines_of(plans: list[RunPlan]) -> tuple[tuple[Quantisation, RunPlan], ...
 
 
 def _profile(plan: RunPlan) -> Path | None:
-    """The profile that a run would use: the recipe's, else the one in the cache, where one has been made."""
+    """Return the profile that a run would use: the recipe's, else the one in the cache, where one has been made."""
     assert plan.profile is not None, "an engine of the plan has one"
     folder = Path(plan.profile.source) if plan.profile.source else find_profile(job_of_plan(plan))
     if folder is None:
@@ -185,7 +186,7 @@ def as_json(rows: list[Row]) -> str:
 
 
 def _plain(row: Row) -> dict[str, object]:
-    """A flat object per worker; nats, null for what is no number, and names of layers."""
+    """Return a flat object per worker; nats, null for what is no number, and names of layers."""
     worker = {"rank": None, "kernels": {}, "layers": 0, "unmoved": [], "unreturned": []}
     if row.worker:
         worker |= {**row.worker.model_dump(mode="json"), "kernels": dict(row.worker.kernels)}

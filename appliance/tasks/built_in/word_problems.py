@@ -95,7 +95,7 @@ def _problems(form: Form, *, things: Iterable[str]) -> Iterator[Problem]:
 
 
 def _share(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone."""
+    """Return a number in [0, 1) that depends on the text alone."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
@@ -115,7 +115,7 @@ def splits(*, difficulty: int, seed: int, train_size: int, val_size: int) -> Spl
 
 
 def _draw(forms: Pools, *, seed: str, size: int) -> list[Problem]:
-    """The forms take turns; within a form the seed orders the problems."""
+    """Order the problems: the forms take turns, and within a form the seed orders them."""
     draw = random.Random(seed)
     shuffled = [draw.sample(problems, k=len(problems)) for problems in forms]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*shuffled))

@@ -101,7 +101,7 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 def _letters(run: str, *, is_apart: bool) -> Iterator[_Token]:
-    """A name of a function or a constant; else up to three letters, each a factor. What is longer is a word."""
+    """Yield a name of a function or a constant; else up to three letters, each a factor. What is longer is a word."""
     if (known := _WORDS.get(run)) is not None:
         yield _Token(
             "command" if known == "\\sqrt" else "function" if known in FUNCTIONS else "letter", known, is_apart
@@ -169,7 +169,7 @@ class _Parser:
                 return expression
 
     def _begins_factor(self) -> bool:
-        """Whether a factor follows without a sign. A number does not: 1 2 is not 2, x2 not 2x."""
+        """Tell whether a factor follows without a sign. A number does not: 1 2 is not 2, x2 not 2x."""
         token = self._next()
         if token.kind == "mark":
             return token.text in "({⌊⌈"
@@ -190,7 +190,8 @@ class _Parser:
         return expression
 
     def _exponent(self) -> Expression:
-        """The part in braces, or what is there without them: of `2^-3` and `2^10` the number, of `x^2y` the 2."""
+        """Return the part in braces, or what is there without them: of `2^-3` and `2^10` the number, of `x^2y` the
+        2."""
         if self._takes("-"):
             return negative(self._power())
         if self._next().text == "(" or self._next().kind != "number":
@@ -269,7 +270,7 @@ class _Parser:
         return Symbol(f"{letter}_{''.join(parts)}")
 
     def _of_argument(self, letter: str) -> Expression:
-        """The letter, or `f(x)` and `P(2)` as one: with one letter or number in the brackets, close to them."""
+        """Return the letter, or `f(x)` and `P(2)` as one: with one letter or number in the brackets, close to them."""
         tokens = self.tokens[self.place : self.place + 3]
         shape = [token.text if token.kind == "mark" else token.kind for token in tokens]
         if shape in (["(", "letter", ")"], ["(", "number", ")"]) and not any(token.is_apart for token in tokens):

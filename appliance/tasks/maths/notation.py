@@ -223,7 +223,7 @@ def _marked_unit(found: re.Match[str]) -> str:
 
 
 def _unwrapped(found: re.Match[str]) -> str:
-    """What a font marks, apart from its neighbours where it is a word."""
+    """Return what a font marks, apart from its neighbours where it is a word."""
     inner = found[1]
     return f" {inner} " if len(inner.strip()) > 1 else inner
 

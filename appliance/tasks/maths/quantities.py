@@ -122,7 +122,7 @@ def _large_number(words: str) -> int | None:
 
 
 def _readings(text: str) -> list[tuple[str, tuple[str, ...]]]:
-    """(value, unit) as which a text may be read, the likeliest first."""
+    """Return (value, unit) as which a text may be read, the likeliest first."""
     readings: list[tuple[str, tuple[str, ...]]] = []
     match = _UNIT_BEHIND.fullmatch(text)
     if match and not any(re.search(rf"\b{name}\b", match[1]) for name in expressions.FUNCTIONS):

@@ -44,7 +44,7 @@ _OPENING, _CLOSING = "([{⟨⌊⌈", ")]}⟩⌋⌉"
 
 
 def _matching(text: str) -> int:
-    """The place of the bracket that closes the first one; -1 where there is none."""
+    """Return the place of the bracket that closes the first one; -1 where there is none."""
     depth = 0
     for place, character in enumerate(text):
         depth += (character in _OPENING) - (character in _CLOSING)
@@ -216,7 +216,7 @@ _ROUGHLY = Fraction(1, 100)
 
 
 def _is_roughly(side: str, last: str) -> bool:
-    """Whether two sides of an equation have one value, to a hundredth where they have no letters: 5/3 = 1.67."""
+    """Tell whether two sides of an equation have one value, to a hundredth where they have no letters: 5/3 = 1.67."""
     left, right = read_quantity(side), read_quantity(last)
     if left is None or right is None:
         return False
@@ -234,7 +234,7 @@ def _is_bracketed(text: str) -> bool:
 
 
 def _is_name(text: str) -> bool:
-    """Whether it is what a value is given to: letters, with an index or an argument: `x_1`, `f(x)`, `Area`."""
+    """Tell whether it is what a value is given to: letters, with an index or an argument: `x_1`, `f(x)`, `Area`."""
     if text in ("e", "i", "π") or len(text.split()) > _MOST_WORDS or not is_name(text):
         return False
     return _NAME.fullmatch(text) is not None or (

@@ -147,7 +147,7 @@ def _context(digits: int) -> Any:
 
 
 def _value(expression: Expression, *, at: Mapping[str, Fraction], digits: int) -> Any:
-    """The complex number, rounded. Raises UnreadableError where there is none, or it would take long."""
+    """Return the complex number, rounded. Raises UnreadableError where there is none, or it would take long."""
     context = _context(digits)
     if isinstance(expression, Number):
         return context.mpf(expression.value.numerator) / expression.value.denominator
@@ -311,7 +311,7 @@ def _coordinate(name: str, point: int) -> Fraction:
 
 
 def _without_noise(expression: Expression, *, at: Mapping[str, Fraction], digits: tuple[int, int]) -> Any:
-    """The value, zero where it is only the error of rounding: what is not shrinks with more digits."""
+    """Return the value, zero where it is only the error of rounding: what is not shrinks with more digits."""
     rough = _value(expression, at=at, digits=digits[0])
     if abs(rough) > 1e-30:
         return rough
