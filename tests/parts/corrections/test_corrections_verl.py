@@ -10,6 +10,7 @@ from corrections_reference import CORRECTIONS, make_case
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
 from appliance.corrections.base import LossCorrection
+from appliance.corrections.registry import METHODS
 
 # float32: x is a difference of numbers below 32 (2^-19), a sum of 24 of them 24 times that, and exp makes it relative.
 RTOL = 24 * 2.0**-19
@@ -42,12 +43,17 @@ def as_verl_says_it(correction: LossCorrection) -> dict[str, object]:
 
 
 NAMES = ("none", "tis", "tis-sequence", "icepop", "sequence-mask", "geometric-mask", "k3-reject", "acr")
+NOT_IN_VERL = ("tis-geometric", "adaptive", "calibrated-clipping", "score-centering", "score-centering-tis")
 VERLS = {name: CORRECTIONS[name] for name in NAMES}
 TIGHT = {
     f"{name}, tightened": replace(each.tightened(), reject_k3_above=0.03)
     for name, each in VERLS.items()
     if not name.endswith(("mask", "reject"))
 }
+
+
+def test_every_method_is_compared_with_verls_or_is_not_in_verl() -> None:
+    assert sorted((*NAMES, *NOT_IN_VERL)) == sorted(METHODS)
 
 
 @pytest.mark.parametrize("name", [*VERLS, *TIGHT])

@@ -26,6 +26,30 @@ def graded(name: str, text: str, truth: str = "", **options: object) -> object:
     return reward.value(Response(text, truth, json.dumps({"prompt": "1+1?"})))
 
 
+RIGHT_AND_WRONG = {
+    "math": ("\\boxed{1/2}", "\\boxed{2}", "0.5", {}),
+    "number": ("It is 1,200.", "It is 120.", "1200", {}),
+    "exact": ("C", "D", "C", {}),
+    "choice": ("The answer is B.", "The answer is C.", "B", {}),
+    "regex": ("xaab", "xb", "a+b", {}),
+    "format": ("<think>x</think><answer>y</answer>", "y", "", {}),
+    "length": ("short", "x" * 100, "", {"target": 9}),
+}
+"""A right response, a wrong one, the truth and the options of a reward, by its name."""
+GRADED_ELSEWHERE = {"code", "judge"}
+"""Rewards that need a process (test_code.py) or an API (below)."""
+
+
+def test_every_built_in_reward_has_a_right_and_a_wrong_response() -> None:
+    assert RIGHT_AND_WRONG.keys() | GRADED_ELSEWHERE == BUILT_IN.keys()
+
+
+@pytest.mark.parametrize("name", RIGHT_AND_WRONG)
+def test_a_right_response_earns_1_and_a_wrong_one_0(name: str) -> None:
+    right, wrong, truth, options = RIGHT_AND_WRONG[name]
+    assert [graded(name, text, truth, **options) for text in (right, wrong)] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("text", "truth", "value"),
     [
