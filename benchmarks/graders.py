@@ -111,7 +111,7 @@ def graders() -> dict[str, Grade]:
     try:
         others[f"mathruler {importlib.metadata.version('mathruler')}"] = mathrulers
     except importlib.metadata.PackageNotFoundError:
-        console.err("mathruler is not here: not measured")
+        console.say("mathruler is not here: not measured")
     return others
 
 
