@@ -70,7 +70,8 @@ def run(job: BenchJob) -> None:
 
 
 def _engine(job: BenchJob, *, quantisation: Quantisation, model_path: str) -> LLM:
-    """Raises EngineError when the engine does not run the scheme it was asked for, or its weights leave no room."""
+    """Start the engine. Raises EngineError when it does not run the scheme it was asked for, or its weights leave no
+    room."""
     workload, scheme = job.workload, quantisation.scheme
     with starting():
         llm = LLM(

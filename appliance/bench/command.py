@@ -109,8 +109,8 @@ def _refuse_without_kernels(schemes: tuple[Scheme, ...], *, plan: RunPlan, host:
 
 
 def _refuse_without_memory(shapes: Shapes, *, engines: int, kv_bytes: int, host: HostFacts) -> None:
-    """All engines are in memory at once. Each had its weights in BF16 at first, and holds the head a second time,
-    packed by vLLM: 15.7 GB were seen with two of six layers of 7B. Raises PreflightError."""
+    """Refuse engines that do not fit into memory together. Each had its weights in BF16 at first, and holds the head a
+    second time, packed by vLLM: 15.7 GB were seen with two of six layers of 7B. Raises PreflightError."""
     packed_head = 2 * shapes.vocabulary * shapes.hidden
     needed, free = engines * (shapes.weight_bytes + packed_head + kv_bytes), host.memory_free_bytes
     if needed > free:

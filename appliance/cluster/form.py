@@ -355,8 +355,8 @@ def _connect(plan: RunPlan, *, address: str) -> None:
 
 
 def _of_workers(plan: RunPlan) -> dict[str, str]:
-    """What a worker on another host needs to know. On this host they would inherit it; there nobody has it. Not where
-    logs go: a file of stacks is named by a process id, which the launcher signals on its own host."""
+    """Return the variables that a worker on another host needs. On this host they would inherit it; there nobody has
+    it. Not where logs go: a file of stacks is named by a process id, which the launcher signals on its own host."""
     return {**dict(plan.env), PLAN_VARIABLE: str(Path(plan.run_dir) / "plan.json"), RUN_VARIABLE: plan.run_dir}
 
 
@@ -401,7 +401,8 @@ def worker_argv(offer: NodeOffer, *, ports: Ports, head: str, ray_dir: Path) -> 
 
 
 def _ray_start(offer: NodeOffer, *, ports: Ports, ray_dir: Path) -> tuple[str, ...]:
-    """ray_dir: absolute. Ray makes it and opens it to everybody; a node without one takes the head's path."""
+    """Make the options of `ray start`. ray_dir: absolute. Ray makes it and opens it to everybody; a node without one
+    takes the head's path."""
     optional = {
         "--num-gpus": offer.gpus,
         "--object-store-memory": offer.object_store_bytes,

@@ -187,7 +187,8 @@ def _model_problems(report: NodeReport, *, head: NodeReport, model: str) -> Iter
 
 
 def _device_problems(report: NodeReport, *, head: NodeReport, plan: RunPlan) -> Iterator[str]:
-    """A scheme needs its kernels, and the plan its GPUs: as many, of that kind, with memory like the head's."""
+    """Report what is missing of the GPUs: a scheme needs its kernels, and the plan its GPUs: as many, of that kind,
+    with memory like the head's."""
     for scheme in dict.fromkeys(engine.scheme for engine in plan.engines if not engine.emulated):
         if reason := why_not(scheme, device=plan.cluster.device, cpu_flags=report.facts.cpu_flags):
             yield f"cannot run `{scheme}`: {reason}"

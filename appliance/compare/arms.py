@@ -147,8 +147,8 @@ def _not_compared(recipe: Recipe) -> list[Finding]:
 
 
 def _refuse_other_problems(planned: list[PlannedRun], *, comparison: Comparison) -> None:
-    """Rewards are paired problem by problem, so all arms are validated on the same ones, by the same rewards. Raises
-    RecipeError."""
+    """Refuse arms with other problems or rewards. Rewards are paired problem by problem, so all arms are validated on
+    the same ones, by the same rewards. Raises RecipeError."""
     first, faults = planned[0], list[Finding]()
     for arm, place in ((arm.name, arm.place) for arm in comparison.arms):
         plan = next(run.plan for run in planned if run.arm == arm)

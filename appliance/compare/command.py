@@ -165,8 +165,8 @@ def _todo(runs: list[PlannedRun], *, folder: Path, file: Path) -> list[PlannedRu
 
 
 def _ready(run: PlannedRun, *, state: Existing) -> PlannedRun:
-    """The run as it is to be started: from its newest whole checkpoint, or from the start, with what is in its way set
-    aside."""
+    """Return the run as it is to be started: from its newest whole checkpoint, or from the start, with what is in its
+    way set aside."""
     if state is Existing.NOTHING:
         return run
     resumed = resumed_run(run) if state is Existing.UNFINISHED else None

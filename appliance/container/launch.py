@@ -238,8 +238,8 @@ def _created(client: docker.DockerClient, spec: ContainerSpec) -> Container:
 
 
 def _follow(container: Container, *, heard: list[int]) -> None:
-    """The container's stdout and stderr as ours, until it ends. A reader of stdout that goes away ends it, as it ends a
-    run, but not after a signal; one of stderr never does."""
+    """Print the container's stdout and stderr as ours, until it ends. A reader of stdout that goes away ends it, as it
+    ends a run, but not after a signal; one of stderr never does."""
     for out, err in container.attach(stream=True, logs=True, demux=True):
         for stream, data in ((sys.stdout, out), (sys.stderr, err)):
             if data:

@@ -248,7 +248,8 @@ class FirstLoad:
         return f", no {waits[0]}" if waits else ""
 
     def _has_come_otherwise(self, name: str, layer: Module, *, loaded: set[str]) -> bool:
-        """A tied head is another layer's tensor; and some classes write into a layer without its loader, and say so."""
+        """Tell whether the tensor has come in another way. A tied head is another layer's tensor; and some classes
+        write into a layer without its loader, and say so."""
         parameters = dict(layer.named_parameters(recurse=False))
         counted = (held for other, held in self._layers.items() if other != name and self._counted[other])
         others = {id(parameter) for held in counted for parameter in held.parameters(recurse=False)}

@@ -105,7 +105,7 @@ class Fp8Proof(KernelProof):
 
     @abstractmethod
     def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> QuantisedWeight:
-        """The rows that are due, as the layer must hold them."""
+        """Return the rows that are due, as the layer must hold them."""
 
     @abstractmethod
     def _expect_answer(self, parts: list[Tensor], due: QuantisedWeight) -> None:
@@ -113,14 +113,14 @@ class Fp8Proof(KernelProof):
 
     @abstractmethod
     def _first_answer(self, layer: Module) -> ProofFault | None:
-        """What the kernel answers otherwise than it must, or None."""
+        """Return what the kernel answers otherwise than it must, or None."""
 
     def _told_apart(self, codes_RK: Tensor) -> Tensor:
-        """uint8: the codes of the rows that are due, those as one that this proof does not tell apart."""
+        """Return the codes of the rows that are due, uint8, those as one that this proof does not tell apart."""
         return codes_RK
 
     def _due_rows(self) -> list[slice]:
-        """Blocks of 128: scales of blocks are never cut."""
+        """Return the rows that are due, in blocks of 128: scales of blocks are never cut."""
         channels = self.shape.channels
         if self.ask.full:
             return [slice(0, channels)]
@@ -203,7 +203,7 @@ class EmulatedProof(Fp8Proof):
             )
 
     def _expect_answer(self, parts: list[Tensor], due: QuantisedWeight) -> None:
-        """[N] each, float64: sum_k x_k w'_nk, and its bound for any order of summation in float32."""
+        """Compute sum_k x_k w'_nk, [N] float64, and its bound, [N] float64, for any order of summation in float32."""
         if not self.ask.thorough:  # in a full proof all rows are due
             return
         sums, bounds = [], []
@@ -305,7 +305,7 @@ class NativeBlockProof(NativeFp8Proof):
         return found
 
     def _expect_columns(self, weight_NT: Tensor) -> None:
-        """Each element as its own row: the codec's scales of blocks are for columns that are neighbours."""
+        """Expect each element as its own row: the codec's scales of blocks are for columns that are neighbours."""
         scale_NT = self._scale_of_columns(len(weight_NT))
         rows, scales = weight_NT.reshape(-1, 1), scale_NT.reshape(-1, 1)
         inner, outer = _around(rows, scale=scales, scheme=Scheme.FP8_CHANNEL)

@@ -73,7 +73,7 @@ def draw_words(logits_BV: Tensor, uniform_B: NDArray[np.float64]) -> Tensor:
 
 
 def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output function: a bijection of 64 bits."""
+    """Apply SplitMix64's output function: a bijection of 64 bits."""
     bits = (bits ^ (bits >> uint64(30))) * _FIRST_FACTOR
     bits = (bits ^ (bits >> uint64(27))) * _SECOND_FACTOR
     return bits ^ (bits >> uint64(31))
@@ -91,7 +91,7 @@ def _draw_rows(logits_BV, uniform_B, words_B):
 
 @_compiled()
 def _largest(row):
-    """A NaN is passed over here, and seen in the sums."""
+    """Find the largest logit. A NaN is passed over here, and seen in the sums."""
     lanes = np.empty(_LANES, float32)
     for lane in range(_LANES):
         lanes[lane] = -np.inf
@@ -156,7 +156,7 @@ def _word_at(row, largest, sums, threshold):
 
 @_compiled(inline="always")
 def _exponential(x):
-    """e^x for x <= 0 in float32, 0 below -87; NaN for NaN.  e^x = 2^n e^r with |r| <= ln(2) / 2."""
+    """Compute e^x for x <= 0 in float32, 0 below -87; NaN for NaN. e^x = 2^n e^r with |r| <= ln(2) / 2."""
     clamped = _LOWEST if x < _LOWEST else x
     shifted = float32(float32(clamped * _LOG2_E) + _ROUND)  # its last bits are the integer n
     n = float32(shifted - _ROUND)

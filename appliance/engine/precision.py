@@ -98,7 +98,7 @@ class PrecisionSwitch:
         return tuple(changed)
 
     def _layers_named(self, entries: tuple[str, ...]) -> list[str]:
-        """Layers by their own name, or by those of all their parts. An entry that names nothing is refused."""
+        """Find the layers by their own name, or by those of all their parts. An entry that names nothing is refused."""
         requested, known, names = set(entries), set[str](), []
         for name in self._layers:
             parts = part_names(name)

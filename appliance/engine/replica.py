@@ -123,8 +123,9 @@ def load_replica() -> type[RolloutReplica]:
                 super().__init__(*args, **kwargs)
 
         def _validate_configs(self) -> None:
-            """verl's own compares the longest sequence with `max_position_embeddings`, which a rope may multiply: vLLM
-            limits it by its own rule, as preflight does (terms/ropes.py). The rest of verl's the plan has done."""
+            """Leave out verl's own check, which compares the longest sequence with `max_position_embeddings`, which a
+            rope may multiply: vLLM limits it by its own rule, as preflight does (terms/ropes.py). The rest of verl's
+            the plan has done."""
             assert self.config.max_model_len is not None, "every plan says it"
 
         async def launch_server(self, *args: Any, **kwargs: Any) -> None:
@@ -132,7 +133,7 @@ def load_replica() -> type[RolloutReplica]:
                 await super().launch_server(*args, **kwargs)
 
         def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
-            """Each replica has its own scheme; verl's configuration has one place for all of them."""
+            """Set the replica's own scheme; verl's configuration has one place for all of them."""
             super()._preprocess_engine_kwargs(engine_kwargs)
             self._reports_support = bool(engine_kwargs.get("return_sampling_mask"))
             plan = read_plan(Path(os.environ[PLAN_VARIABLE]))

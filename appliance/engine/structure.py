@@ -63,8 +63,8 @@ def require_fit(model: Module, *, vllm_config: Any) -> None:
 
 
 def _require_layers(model: Module, *, mixers: Mapping[str, Module]) -> None:
-    """mixers: vLLM's register of what has a KV cache or another state of a sequence, or experts. Some models hold their
-    attention beside the module tree."""
+    """Require layers that can be proven. mixers: vLLM's register of what has a KV cache or another state of a sequence,
+    or experts. Some models hold their attention beside the module tree."""
     for name, layer in mixers.items():
         if isinstance(layer, AttentionLayerBase) and type(layer) is not Attention:
             fact = f"{name} is a {type(layer).__name__}"

@@ -136,7 +136,8 @@ class TelemetryTap:
         self.seconds += time.perf_counter() - started
 
     def _measure_waiting(self) -> None:
-        """Samples of one kind and shape together: those with codes to compare with, and the others."""
+        """Measure the samples that wait, those of one kind and shape together: those with codes to compare with, and
+        the others."""
         alike: dict[object, list[Key]] = defaultdict(list)
         for key, sample in self._waiting.items():
             alike[sample.codes_RK.shape, sample.kind, key in self._codes].append(key)
@@ -209,7 +210,8 @@ def read_first_scales(run_dir: Path, *, replica: int, rank: int) -> FirstScales:
 
 
 def _read(file: Path) -> FirstScales:
-    """Raises OSError, SafetensorError, and ValueError or TypeError for names that are not ours."""
+    """Read the scales of a file. Raises OSError, SafetensorError, and ValueError or TypeError for names that are not
+    ours."""
     first: FirstScales = {}
     for text, scale_RS in load_file(file).items():
         name, number, largest, columns = json.loads(text)

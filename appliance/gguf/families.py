@@ -248,7 +248,7 @@ def _epsilon(header: Header) -> float:
 
 
 def _rope(header: Header, *, sizes: _Sizes, factors: tuple[float, ...]) -> dict[str, Any]:
-    """transformers' `rope_parameters`. Llama 3.1's scaling is in the file as what each frequency is divided by."""
+    """Make transformers' `rope_parameters`. Llama 3.1's scaling is in the file as what each frequency is divided by."""
     key = f"{header.architecture}.rope.freq_base"
     theta = header.fraction(key) if key in header.metadata else 10_000.0  # llama.cpp's own
     if theta is None or not 1 < theta < 1e12:

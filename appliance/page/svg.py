@@ -286,7 +286,7 @@ def _short(value: float | None) -> float | None:
 
 
 def _positive(series: Series) -> Series:
-    """What a logarithmic axis can show: zeros are left out."""
+    """Return what a logarithmic axis can show: zeros are left out."""
     kept = [(x, mean, max(low, SMALLEST), high) for x, mean, low, high in series.points if not mean <= SMALLEST]
     newest = series.newest if series.newest is not None and series.newest > SMALLEST else None
     return replace(series, points=kept, newest=newest)

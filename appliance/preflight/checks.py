@@ -425,7 +425,7 @@ def _shared_memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> 
 
 
 def _memory(plan: RunPlan, host: HostFacts, found: ModelShape | None) -> Iterator[Finding]:
-    """Without a GPU. found: the model's sizes, None where they are not known."""
+    """Judge the host's memory without a GPU. found: shape of the model, None where it is not known."""
     shape = shape_on_cpu(plan, found)
     if shape is None:
         return

@@ -194,7 +194,7 @@ def _finer(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
 
 
 def _live(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]:
-    """A model of the hub may turn out to have experts only here."""
+    """Judge the live change of precision: a model of the hub may turn out to have experts only here."""
     changes = plan.trainer.validate_bf16_every or any(action in CHANGES_ENGINES for action in plan.guard.actions)
     if not changes or plan.guard.scheme_change is SchemeChange.RESTART or not plan.rollout.scheme.quantised:
         return

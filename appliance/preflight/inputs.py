@@ -424,7 +424,8 @@ def _problem(output: ChildOutput, *, within_s: float, is_own: bool) -> RewardPro
 
 
 def _own_problem(verdict: SampleVerdict) -> RewardProblem | None:
-    """Findings about the rewards of a task of the user's own: warnings alone, for the grades are theirs to judge."""
+    """Describe the problem of the rewards of a task of the user's own: warnings alone, for the grades are theirs to
+    judge."""
     counted = (
         (verdict.wrong, "the right answer earns no more than an empty response", verdict.first),
         (verdict.unread, "the right answer earns nothing in a mark that models use", verdict.first_unread),

@@ -156,7 +156,7 @@ def run_convert(file: Path, *, output: Path) -> int:
 
 
 def _read_apart(file: Path, *, scales: Path, room: Path) -> None:
-    """The pickle as safetensors, read by a process without rights."""
+    """Write the pickle as safetensors; a process without rights reads it."""
     room.mkdir()
     try:
         command = [_READER, str(file), str(scales), str(room)]
@@ -304,7 +304,7 @@ def _make(plan: RunPlan, *, output: Path | None) -> Path:
 
 
 def _write_config(plan: RunPlan, *, profile: Path | None, path: Path) -> None:
-    """One entry for each replica; the layers that the profile keeps in BF16 are in `ignore`."""
+    """Write one entry for each replica; the layers that the profile keeps in BF16 are in `ignore`."""
     replicas = [engine_named(quantisation, profile=profile) for quantisation in plan.engines]
     write_config(path, replicas, model=plan.weights.name_or_path)
 
@@ -395,7 +395,7 @@ def _smoothing(header: dict[str, Any]) -> str:
 
 
 def _not_smoothed(header: dict[str, Any]) -> list[str]:
-    """`q_norm, k_norm: why`: what smoothing cannot divide, by the names that it has in a decoder layer."""
+    """List what smoothing cannot divide, as `q_norm, k_norm: why`, by the names that it has in a decoder layer."""
     names_by_reason: dict[str, dict[str, None]] = {}
     for layer in header.get("not_smoothed", ()):
         name = layer["source"].rpartition(".")[2]
@@ -404,7 +404,7 @@ def _not_smoothed(header: dict[str, Any]) -> list[str]:
 
 
 def _sources(header: dict[str, Any]) -> str:
-    """`4 norms, 2 up_proj, 1 v_proj`: what is divided."""
+    """Count what is divided: `4 norms, 2 up_proj, 1 v_proj`."""
     leaves = (group["source"].removesuffix(".weight").rpartition(".")[2] for group in header["smoothing"])
     numbers = Counter("norm" if "norm" in leaf else leaf for leaf in leaves)
     norms = numbers.pop("norm", 0)

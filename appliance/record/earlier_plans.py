@@ -46,7 +46,7 @@ def with_keys_of_today(text: bytes) -> bytes:
 
 
 def _cluster(plan: dict[str, Any]) -> None:
-    """A plan of one node had no cluster, and its device beside it."""
+    """Add the cluster: a plan of one node had none, and had its device beside the sections."""
     if "device" not in plan:
         return
     root = Path(plan["run_dir"]).parent
@@ -56,7 +56,7 @@ def _cluster(plan: dict[str, Any]) -> None:
 
 
 def _algorithm(plan: dict[str, Any]) -> None:
-    """The loss and its clip range were with the correction, and `kl` was a mapping or null."""
+    """Move the loss and its clip range, which were with the correction, and read `kl`, which was a mapping or null."""
     algorithm, correction = plan["algorithm"], plan["correction"]
     if "wrong_reward" not in algorithm:
         return
@@ -80,14 +80,14 @@ def _algorithm(plan: dict[str, Any]) -> None:
 
 
 def _sizes(plan: dict[str, Any]) -> None:
-    """The sizes of mini-batches and micro-batches were with the trainer."""
+    """Move the sizes of mini-batches and micro-batches, which were with the trainer."""
     trainer, sizes = plan["trainer"], ("mini_batch_prompts", "micro_batch_sequences", "max_tokens_per_gpu")
     if moved := {key: trainer.pop(key) for key in sizes if key in trainer}:
         plan["batch"] = plan.get("batch", {}) | moved
 
 
 def _prompts(plan: dict[str, Any]) -> None:
-    """The prompts of a step were beside the sections. The first plans had no generation settings."""
+    """Move the prompts of a step, which were beside the sections. The first plans had no generation settings."""
     if "prompts_per_step" not in plan:
         return
     prompts, algorithm = plan.pop("prompts_per_step"), plan.get("algorithm", {})
@@ -99,7 +99,8 @@ def _prompts(plan: dict[str, Any]) -> None:
 
 
 def _trainer(plan: dict[str, Any]) -> None:
-    """The forward and the backward were two flags and one. The first plans knew of a pass for old log-probs alone."""
+    """Name the forward and the backward, which were two flags and one. The first plans knew of a pass for old log-probs
+    alone."""
     trainer = plan["trainer"]
     if "one_flow" not in trainer:
         return

@@ -99,7 +99,7 @@ def cut_lines(path: Path, *, after: int, attempt: int, may_repeat: bool = False)
 
 
 def _judged(path: Path, *, after: int, may_repeat: bool) -> Iterator[tuple[bytes, bool]]:
-    """Each line and whether it stays, as it is read."""
+    """Yield each line and whether it stays, as it is read."""
     seen = bytearray(after + 1)  # a byte for each step
     with path.open("rb") as file:
         for line in file:
@@ -130,7 +130,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _without_halves(raw: object) -> bytes:
-    """As JSON; half a character, which UTF-8 cannot have, as `?`."""
+    """Write as JSON; half a character, which UTF-8 cannot have, becomes `?`."""
     return json.dumps(raw, ensure_ascii=False).encode(errors="replace")
 
 
@@ -140,5 +140,5 @@ def _reader(kind: type[Kind]) -> TypeAdapter[Kind]:
 
 
 def _version(kind: type) -> object:
-    """That a file of this kind must have; None for a kind without one."""
+    """Return the version that a file of this kind must have; None for a kind without one."""
     return next((field.default for field in dataclasses.fields(kind) if field.name == "schema_version"), None)

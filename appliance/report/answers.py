@@ -46,7 +46,8 @@ def _answer(sample: Sample, is_graded: bool) -> str:
 
 
 def _without_shared_lines(prompts: Sequence[str]) -> list[str]:
-    """The prompts without the first and the last lines that all of them have, which the chat template put there."""
+    """Return the prompts without the first and the last lines that all of them have, which the chat template put
+    there."""
     if len(set(prompts)) < 2:
         return list(prompts)
     lines_by_prompt = [prompt.splitlines() for prompt in prompts]

@@ -121,8 +121,8 @@ def set_rows(state: RunState) -> list[tuple[str, str]]:
 
 
 def _validated(step: StepMetrics) -> str:
-    """`0.512 (bf16 0.520)`; one number where it was made in BF16 anyway, or only one was measured; `0.512 in bf16`
-    where the step's rollouts were in another scheme."""
+    """Format the validation: `0.512 (bf16 0.520)`; one number where it was made in BF16 anyway, or only one was
+    measured; `0.512 in bf16` where the step's rollouts were in another scheme."""
     scheme = f" in {step.validated_in}" if step.validated_in != step.scheme else ""
     both = step.val_reward_bf16_mean is not None and step.validated_in != "bf16"
     beside = f" (bf16 {draw.number(step.val_reward_bf16_mean)})" if both else ""

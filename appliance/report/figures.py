@@ -125,7 +125,7 @@ def _distributions(view: RunView, *, marks: list[ChartMark]) -> list[str]:
 
 
 def _quantised(view: RunView) -> list[str]:
-    """What weight updates did to the codes; nothing for a run whose rollouts are in BF16 throughout."""
+    """Draw what weight updates did to the codes; nothing for a run whose rollouts are in BF16 throughout."""
     if view.steps.curves["codes_changed_fraction"].last is None:
         return []
     marks = [*_attempt_marks(view), *_guard_marks(view)]
@@ -176,7 +176,7 @@ def _series(view: RunView, number: str, *, name: str, index: int = 0) -> Series:
 
 
 def _known(found: Thinned, *, name: str, index: int, dotted: bool = True) -> Series:
-    """The curve of a metric that most lines do not have: it is drawn across the others."""
+    """Return the curve of a metric that most lines do not have: it is drawn across the others."""
     return Series(name, found.points(), index, dotted=dotted, newest=found.last)
 
 

@@ -180,7 +180,7 @@ class StepHistory:
 
 
 def _calls_right(step: StepMetrics) -> float | None:
-    """Calls of a sample that a tool answered without an error."""
+    """Count the calls of a sample that a tool answered without an error."""
     calls, failed = step.tool_calls_mean, step.tool_calls_failed_fraction
     return None if calls is None or failed is None else calls * (1 - failed)
 
@@ -243,7 +243,7 @@ class EventHistory:
             self._bands = merge_bands(self._bands, least=_LEAST_OF_ALL * (end - self.started))
 
     def _last_until(self, end: float) -> list[Band]:
-        """The last band and what has gone on since, one band where they are of one kind."""
+        """Return the last band and what is active since, one band where they are of one kind."""
         event = self._open
         if event is None or event.kind != "phase" or event.what not in _DOING_IN:
             return self._bands[-1:]
@@ -318,7 +318,8 @@ class UpdateHistory:
         return bool(of_trainer or of_engine)
 
     def _settle(self) -> None:
-        """Up to the number that all have reached: each file is in order, so what it lacks below does not come."""
+        """Settle updates up to the number that all have reached: each file is in order, so what it lacks below does not
+        come."""
         firsts = self.generation().firsts
         told = [max(each, default=self._settled) for rank in self.ranks for each in (rank.sent, rank.taken)]
         for number in range(self._settled + 1, min(told) + 1):

@@ -94,7 +94,7 @@ def _none(run: str, *, folder: Path, which: str | None) -> RecipeError:
 
 
 def _logs(folder: Path, *, which: str | None) -> list[Path]:
-    """Logs of the children, then the stacks of a stall."""
+    """List the logs of the children, then the stacks of a stall."""
     logs = {path.stem: path for path in sorted(folder.glob("*.log"))}
     order = [*(name for name in _IN_ORDER if name in logs), *(name for name in logs if name not in _IN_ORDER)]
     stacks = [path for path in sorted((folder / STACKS_FOLDER).glob("*.txt")) if path.stat().st_size]

@@ -141,7 +141,8 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
 
 
 def _longer(plan: RunPlan, *, folder: str) -> str:
-    """A learning rate that sinks has come down by the last step: such a run has to begin again."""
+    """Say how to train longer. A learning rate that sinks has come down by the last step: such a run has to begin
+    again."""
     resume = f"--resume {shlex.quote(folder)} " if plan.optimizer.schedule is Schedule.CONSTANT else ""
     without_epochs = "--set trainer.epochs=null " if plan.trainer.epochs else ""
     return f"{resume}{without_epochs}--set trainer.steps={2 * plan.trainer.steps}"

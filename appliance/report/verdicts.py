@@ -181,7 +181,8 @@ def _attested(view: RunView) -> _Said:
 
 
 def _by_now(view: RunView, planned: ExpectedAttestation) -> ExpectedAttestation:
-    """A worker whose layers changed their precision with an update has attested again what they run since."""
+    """Return what is expected of a worker by now: one whose layers changed their precision with an update has attested
+    again."""
     ranks = view.updates.ranks
     if planned.role != "rollout" or planned.rank >= len(ranks):
         return planned
@@ -210,7 +211,7 @@ def _guard(view: RunView) -> _Said:
 
 
 def _rewards(view: RunView) -> _Said | None:
-    """What could not be graded, and steps that nothing was learned from; nothing to say where all went well."""
+    """Report what could not be graded, and steps that nothing was learned from; nothing to say where all went well."""
     steps, sentences = view.steps, []
     if steps.failures:
         sentences.append(f"{counted(int(steps.failures), 'reward')} failed")

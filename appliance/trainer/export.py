@@ -141,7 +141,7 @@ def _export(run_dir: Path, *, checkpoint: Path, target: Path) -> None:
 
 
 def _first_engine(plan: dict[str, Any]) -> Quantisation:
-    """What the first engine of a plan quantises. plan: as JSON.  Raises ValueError, KeyError."""
+    """Return what the first engine of a plan quantises. plan: as JSON. Raises ValueError, KeyError."""
     rollout, quantization = Rollout.model_validate(plan["rollout"]), Quantization.model_validate(plan["quantization"])
     profile = ProfilePlan.model_validate(plan["profile"], strict=False) if plan.get("profile") else None
     return engines_of(rollout, quantization=quantization, profile=profile)[0]

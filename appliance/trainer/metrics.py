@@ -386,8 +386,8 @@ def _reference_kl(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
 
 
 def _scaled(verl: dict[str, Any], *, plan: RunPlan) -> dict[str, float]:
-    """Of a trainer in FP16, means over a step's updates: what the losses after each are multiplied by, and how many of
-    them overflowed and were left out, 0..1."""
+    """Return for a trainer in FP16 means over a step's updates: what the losses after each are multiplied by, and how
+    many of them overflowed and were left out, 0..1."""
     names = SCALER_METRICS if plan.trainer.dtype is Dtype.FP16 else ()
     return {name: float(verl.get(f"actor/{name}", math.nan)) for name in names}
 

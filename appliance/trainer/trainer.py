@@ -247,8 +247,8 @@ class ApplianceTrainer(PPOTrainerSync):
             self._step.differing = find_differing(batch, update_rows=rows)
 
     def _note_update(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """After an update that gave the old log-probs: the batch, mismatch and correction as a pass before it would
-        have left them. Raises TrainingError when the update was made with log-probs that are not finite."""
+        """Complete batch, mismatch and correction after an update that gave the old log-probs, as a pass before it
+        would have left them. Raises TrainingError when the update was made with log-probs that are not finite."""
         batch, fetched = write_old_log_probs(batch, forwards=self._take_update_log_probs())
         metrics["actor/entropy"] = mean_entropy(batch, fetched=fetched)
         batch, self._step.telemetry = measure_step(batch, cap=self.correction.token_cap, fetched=fetched)

@@ -121,7 +121,7 @@ def _say(llm: LLM, *, job: VerifyJob) -> EngineOutput:
 
 
 def _chosen(steps: list, *, ids: list[int]) -> tuple[float, ...]:
-    """steps: vLLM's Logprob by token, per position."""
+    """Return the log-probs of the chosen tokens. steps: vLLM's Logprob by token, per position."""
     return tuple(step[token].logprob for step, token in zip(steps, ids, strict=True))
 
 
@@ -224,7 +224,7 @@ def _layer_outputs(model: Module, dtype: torch.dtype) -> Iterator[tuple[str, Ten
 
 
 def _experts(layer: RoutedExperts, *, name: str) -> Tensor:
-    """Every expert gets a token, on whatever rank it is."""
+    """Give every expert a token, on whatever rank it is."""
     experts, top_k = layer.global_num_experts, layer.top_k
     num_tokens = max(_PROBE_TOKENS, -(-experts // top_k))
     x_MK = _input(num_tokens, layer.hidden_size, name=name)

@@ -78,7 +78,8 @@ def _plans(
 
 
 def _recipes(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: bool) -> Iterator[Recipe]:
-    """The recipe as the command line has it; with `schemes` one for each, as a run in that scheme would have it."""
+    """Yield the recipe as the command line has it; with `schemes` one for each, as a run in that scheme would have
+    it."""
     emulated = emulate or recipe.quantization.emulate
     quantization = recipe.quantization.model_copy(update={"emulate": emulated})
     for scheme in schemes or (None,):
@@ -88,8 +89,8 @@ def _recipes(recipe: Recipe, *, schemes: tuple[Scheme, ...] | None, emulate: boo
 
 
 def _engines_of(plans: list[RunPlan]) -> tuple[tuple[Quantisation, RunPlan], ...]:
-    """The quantisation that each engine is started with, and the plan that sets it. BF16 first: the others are compared
-    with it. Each once."""
+    """Return the quantisation that each engine is started with, and the plan that sets it. BF16 first: the others are
+    compared with it. Each once."""
     head_fp32 = plans[0].rollout.lm_head_fp32
     plan_of = {Quantisation(scheme=Scheme.BF16, lm_head_fp32=head_fp32): plans[0]}
     for plan in plans:
