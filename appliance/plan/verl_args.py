@@ -264,8 +264,8 @@ def _blocks(plan: RunPlan) -> Settings:
 
 
 def _where_asked(plan: RunPlan) -> Settings:
-    """Keys of which verl's default holds where the recipe asks for nothing else. One that stays is the reference's
-    FP32: with weights in BF16 its log-probs at the start are not the policy's to the last bit."""
+    """Return the keys of which verl's default holds where the recipe asks for nothing else. One that stays is the
+    reference's FP32: with weights in BF16 its log-probs at the start are not the policy's to the last bit."""
     algorithm, optimizer, kl = plan.algorithm, plan.optimizer, plan.algorithm.kl
     settings: Settings = []
     if plan.rollout.leaves_words_out:

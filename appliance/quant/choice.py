@@ -70,7 +70,8 @@ def choose_fewest(
 
 
 def _left(layers: Iterable[Candidate], *, total: float, points: Sequence[tuple[float, float]]) -> float:
-    """Nats per token, on the line between two points of (share, nats per token), which begin at 0 and end at 1."""
+    """Estimate the nats per token that are left, on the line between two points of (share, nats per token), which begin
+    at 0 and end at 1."""
     kept_share = _contributed(layers, total=total)
     for (low, kl_low), (high, kl_high) in pairwise(points):
         if kept_share <= high:

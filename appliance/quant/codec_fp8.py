@@ -178,8 +178,8 @@ def spread_scale(scale: Tensor, *, block: tuple[int, int], shape: tuple[int, int
 
 
 def _codes(values_NK: Tensor, *, scale: Tensor, block: tuple[int, int], divide: bool, saturates: bool = True) -> Tensor:
-    """saturates: False where |x| <= 448 (1 + 2^-22), which rounds to 448 (464 is the tie) whatever the cast does with
-    larger ones."""
+    """Round to FP8 codes. saturates: False where |x| <= 448 (1 + 2^-22), which rounds to 448 (464 is the tie) whatever
+    the cast does with larger ones."""
     factor = scale if divide else reciprocals(scale)
     overflows = not divide and bool(factor.isinf().any())
     factor = spread_scale(factor, block=(1, block[1]), shape=tuple(values_NK.shape))  # columns only

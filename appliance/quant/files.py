@@ -178,7 +178,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """Raises ValueError for what is none."""
+    """Parse a JSON object. Raises ValueError for what is none."""
     try:
         value = json.loads(text)
     except RecursionError as error:

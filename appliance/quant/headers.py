@@ -126,7 +126,7 @@ def _differing_files(folder: Path, *, index: Mapping[str, str]) -> list[tuple[st
 
 
 def _differing_tensors(folder: Path, *, index: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What the index and its files do not say alike, and tensors that two files have: (problem, remedy)."""
+    """List where the index and its files differ, and tensors that two files have: (problem, remedy)."""
     file_of: dict[str, str] = {}
     problems: list[tuple[str, str]] = []
     for name in sorted(set(index.values())):

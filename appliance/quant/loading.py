@@ -424,21 +424,21 @@ def saved_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 def _octaves(values: Tensor) -> float:
-    """log2 of the median of what is no zero; far from all weights where nothing of it is finite."""
+    """Compute log2 of the median of what is no zero; far from all weights where nothing of it is finite."""
     sizes = values.float().abs()
     sizes = sizes[sizes.isfinite() & (sizes > 0)]
     return float(sizes.median().log2()) if len(sizes) else _FAR
 
 
 def _counted(names: Sequence[str], fact: str) -> str:
-    """`2 of them are missing (a, b)`, with the first names."""
+    """Phrase a number of names, such as `2 of them are missing (a, b)`, with the first names."""
     shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
     verb = "is" if len(names) == 1 else "are"
     return f"{len(names)} {verb} {fact} ({shown})"
 
 
 def _common_prefix(unexpected: Sequence[str], missing: Sequence[str]) -> str:
-    """The prefix of the model's own name in each name that is not the model's, where that name is missing."""
+    """Return the prefix of the model's own name in each name that is not the model's, where that name is missing."""
     lost = set(missing)
     prefixes = {name[: -len(each)] for name in unexpected for each in _tails(name) if each in lost}
     return next(iter(prefixes)) if len(prefixes) == 1 else ""
@@ -458,7 +458,7 @@ def _heads(name: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers reports what it makes up as a table of warnings, which is one line here."""
+    """Silence transformers, which reports what it makes up as a table of warnings: here that is one line."""
     from transformers.utils import logging as of_transformers
 
     level = of_transformers.get_verbosity()

@@ -81,7 +81,7 @@ def quantise_fp8_numba_by(weight_NK: Tensor, *, scale: Tensor, scheme: Scheme) -
 
 
 def _absmax(bits_NK: np.ndarray, *, scheme: Scheme) -> Tensor:
-    """float32 in the shape of the scheme's scale."""
+    """Compute the largest magnitudes, float32 in the shape of the scheme's scale."""
     scales = scheme.spec.scales
     rows, columns = (BLOCK, BLOCK) if scales is Scales.BLOCK else (1, bits_NK.shape[1])
     most_RB = np.zeros((-(-bits_NK.shape[0] // rows), -(-bits_NK.shape[1] // columns)), dtype=uint16)
@@ -124,7 +124,7 @@ def _multiplied(bits_NK, factor_RK, rows, codes_NK):
 
 @_compiled(inline="always")
 def _widened(bits):
-    """A BF16 as float32."""
+    """Widen a BF16 to float32."""
     return uint32(uint32(bits) << uint32(16)).view(float32)
 
 

@@ -88,8 +88,8 @@ def _report(on_token: Callable[[int, int], None], before: int, total: int, done:
 
 
 def _groups(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Places of prompts of like lengths, the longest first: they go through a layer together, padded to the longest of
-    their group."""
+    """Group the places of prompts of like lengths, the longest first: they go through a layer together, padded to the
+    longest of their group."""
     ordered = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     groups = []
     while ordered:

@@ -176,7 +176,7 @@ def _times(name: str, tensor: Tensor, factors: list[Tensor]) -> Tensor:
 
 
 def _column_factor(name: str, tensor: Tensor, *, weight: str, smoothing: Smoothing) -> Iterator[Tensor]:
-    """What the tensor's columns are to be multiplied by, in its own format: none or one. weight: name of the parameter
+    """Yield what the tensor's columns are to be multiplied by, in its own format: none or one. weight: name of the parameter
     that has the columns in the checkpoint."""
     column_K = smoothing.column_factor_of(weight)
     if column_K is not None:
@@ -186,7 +186,7 @@ def _column_factor(name: str, tensor: Tensor, *, weight: str, smoothing: Smoothi
 
 
 def _row_factor(name: str, tensor: Tensor, *, weight: str, smoothing: Smoothing) -> Iterator[Tensor]:
-    """What the tensor's rows are to be multiplied by, in its own format: none or one. weight: name of the parameter
+    """Yield what the tensor's rows are to be multiplied by, in its own format: none or one. weight: name of the parameter
     that has the rows in the checkpoint."""
     row_N = smoothing.row_factor_of(weight)
     if row_N is not None:

@@ -114,7 +114,8 @@ class _Error:
         return activations_K + self.rows * _squares(row_RK, changed_RK=row_RK * factor) * x_total_K
 
     def _steps(self, scale_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Magnitudes with the factors applied, of tokens and of rows: the largest one of each row is 127 steps."""
+        """Return the magnitudes with the factors applied, of tokens and of rows: the largest one of each row is 127
+        steps."""
         return self.x_RK / scale_K.float(), self.w_RK * scale_K.float()
 
 

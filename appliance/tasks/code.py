@@ -112,8 +112,8 @@ def _is_right(test: CallTest | StatementTest, value: Any) -> bool:
 
 
 def _results(program: Path, tests: list[CallTest | StatementTest], until_s: float) -> dict[int, Any]:
-    """What tests give, by their place; nothing of one that fails. One process runs the program and another one the
-    tests (`code_child.py`). Where the program ends its own, two new ones run the tests that are left.
+    """Return what tests give, by their place; nothing of one that fails. One process runs the program and another one
+    the tests (`code_child.py`). Where the program ends its own, two new ones run the tests that are left.
 
     Raises ValueError for a test that no program can pass.
     """
@@ -171,7 +171,7 @@ def _is_same(left: Any, right: Any) -> bool:
 def _output(
     arguments: list[str], stdin: str, *, folder: Path, until_s: float, descriptors: Sequence[int] = ()
 ) -> tuple[str, bool]:
-    """What Python writes to stdout, and whether it ends well in time."""
+    """Return what Python writes to stdout, and whether it ends well in time."""
     if (within_s := until_s - time.monotonic()) <= 0:
         return "", False
     is_late = False

@@ -173,7 +173,7 @@ class _Names:
 
 
 def _reply(request: Any, *, objects: _Objects) -> Any:
-    """What a call gave: its value and the arguments that it changed, or its error."""
+    """Return what a call gave: its value and the arguments that it changed, or its error."""
     try:
         name, packed, packed_by_name = request
         arguments = [unpack(argument, resolve=objects.resolve) for argument in packed]
@@ -248,7 +248,7 @@ class _Program:
         return value._place
 
     def _ask(self, function: str, *arguments: Any, **by_name: Any) -> Any:
-        """Raises what the program raises, as the nearest of Python's own errors."""
+        """Ask the program. Raises what it raises, as the nearest of Python's own errors."""
         packed = [pack(argument, refer=self._refer) for argument in arguments]
         packed_by_name = {name: pack(argument, refer=self._refer) for name, argument in by_name.items()}
         self._line.send([function, packed, packed_by_name])
@@ -305,7 +305,7 @@ def run_tests(line: Line) -> None:
 
 
 def _result(program: _Program, test: dict[str, Any]) -> Any:
-    """What the function returns, None of statements. Raises what the program or an assert raises."""
+    """Return what the function returns, None of statements. Raises what the program or an assert raises."""
     if "function" in test:
         return program.defined(test["function"])(*test["arguments"])
     names: dict[str, Any] = {"__name__": "tests"}

@@ -145,7 +145,7 @@ def _function(value: Mapping[str, Any]) -> str:
 
 
 def _kind(value: Mapping[str, Any]) -> str:
-    """`stdin`, `call`, or empty where the kind is not stated. Raises ValueError for another kind of tests."""
+    """Return `stdin`, `call`, or empty where the kind is not stated. Raises ValueError for another kind of tests."""
     for name in _KINDS:
         if (kind := value.get(name)) is None or kind == "":
             continue
@@ -196,7 +196,7 @@ def _is_stdin(shared: _Shared) -> bool:
 
 
 def _joined(value: Any) -> Any:
-    """Lines of text as the text that they are."""
+    """Join lines of text to the text that they are."""
     is_lines = isinstance(value, list) and all(isinstance(line, str) for line in value)
     return "\n".join(value) if is_lines else value
 
@@ -226,7 +226,7 @@ def _arguments(text: str, *, name: str) -> list[Any]:
 
 
 def _json_of(value: Any, *, name: str) -> Any:
-    """Raises ValueError for a text that is none."""
+    """Parse JSON. Raises ValueError for a text that is none."""
     if not isinstance(value, str):
         return value
     try:
@@ -298,7 +298,7 @@ def _refuse_tests_of_libraries(node: ast.stmt) -> None:
 
 
 def _called(node: ast.stmt) -> str:
-    """The function that a statement calls and does no more, or empty."""
+    """Return the function that a statement calls, doing no more, or empty."""
     is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
     return node.value.func.id if is_call else ""
 

@@ -39,7 +39,7 @@ def plain_rows(batches: Iterable[pa.RecordBatch | pa.Table], left_out: set[str])
 
 
 def _parts(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """A type and those that it is made of."""
+    """Yield a type and those that it is made of."""
     yield kind
     yield from (part for place in range(kind.num_fields) for part in _parts(kind.field(place).type))
 
@@ -68,8 +68,8 @@ def _decoded(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
 
 
 def _with_short_floats(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Numbers of 32 bits as the shortest decimal that is one: 0.1 is not 0.10000000149011612. By way of text, which
-    Arrow makes as short as the type allows."""
+    """Write numbers of 32 bits as the shortest decimal that is one: 0.1 is not 0.10000000149011612. By way of text,
+    which Arrow makes as short as the type allows."""
     import pyarrow as pa
 
     if not any(pa.types.is_float32(part) for part in _parts(column.type)):
@@ -128,7 +128,7 @@ def _short_half(value: float) -> float:
 
 
 def _as_json(value: Any) -> Any:
-    """Raises TypeError for what JSON cannot have."""
+    """Turn a value into one of JSON. Raises TypeError for what JSON cannot have."""
     return json.loads(json.dumps(value, default=_text))
 
 

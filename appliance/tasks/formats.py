@@ -146,7 +146,7 @@ def _joined(files: list[Path], *, pattern: str = "") -> str:
 
 
 def _of_shell(pattern: str) -> str:
-    """A pattern whose other characters a shell takes as they are."""
+    """Quote a pattern, so that a shell takes its other characters as they are."""
     return re.sub(r"[^\w./*?\[\]@%+=:,-]", lambda character: f"\\{character[0]}", pattern)
 
 
@@ -206,7 +206,7 @@ def _filled(remedy: str, path: Path, *, member: str = "") -> str:
 
 
 def _new_file(stem: str, suffix: str) -> str:
-    """A name in the current folder that no file has: a command that is copied must not empty one."""
+    """Find a name in the current folder that no file has: a command that is copied must not empty one."""
     numbered = (f"{stem}{number}{suffix}" for number in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
     return next(name for name in numbered if not os.path.lexists(name))
 
@@ -290,7 +290,7 @@ def _of_python(path: Path, lines: list[bytes]) -> Format | None:
 
 
 def _table(path: Path, lines: list[bytes]) -> Format | None:
-    """Values with a character between them, as many in the first lines as in the names at their top."""
+    """Recognise values with a character between them, as many in the first lines as in the names at their top."""
     for separator, format_name, more in _SEPARATORS:
         count = lines[0].count(separator.encode())
         named = path.suffix.lower() in (".csv", ".tsv")

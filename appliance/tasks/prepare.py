@@ -56,7 +56,7 @@ def has_data(plan: RunPlan) -> bool:
 
 
 def _has_model(plan: RunPlan) -> bool:
-    """A name on the hub without a revision is left to those who load it."""
+    """Tell whether the model is there. A name on the hub without a revision is left to those who load it."""
     if not plan.weights.is_cached and not plan.weights.is_pinned:
         return True
     is_there = os.path.isfile(Path(plan.weights.name_or_path) / "config.json")
@@ -64,7 +64,8 @@ def _has_model(plan: RunPlan) -> bool:
 
 
 def _fetched(plan: RunPlan) -> Path:
-    """A mark that the snapshot is whole: a download that broke off leaves some, one without code has no code."""
+    """Return the mark that the snapshot is whole: a download that broke off leaves some, one without code has no
+    code."""
     with_code = "-with-code" if plan.model.trust_remote_code else ""
     return Path(plan.cache_dir) / "models" / f"{plan.weights.identity.replace('/', '--')}{with_code}.fetched"
 

@@ -74,7 +74,8 @@ def preview(plan: RunPlan) -> Preview:
 
 
 def _template_notes(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What is odd about the chat template. Raises RecipeError where it loses what one of the tried messages says."""
+    """List what is odd about the chat template. Raises RecipeError where it loses what one of the tried messages
+    says."""
     date = plan.task_files.date
     facts = examine(tokenizer, conversations=conversations_of(plan), date=date)
     if facts.problem:

@@ -58,7 +58,7 @@ def begun_by_prompt(tokenizer: Any) -> str:
 
 
 def _tags_around_answers(tokenizer: Any) -> set[str]:
-    """The names of tags that are open where an answer that is given begins, such as `<AI>`: the template has them
+    """Find the names of tags that are open where an answer that is given begins, such as `<AI>`: the template has them
     before any answer. `<think>` may be one, and is begun all the same."""
     _, _, behind = _rendered(tokenizer, _ANSWERED, add_generation_prompt=False).rpartition(_QUESTION)
     before, _, _ = behind.partition(_ANSWER)

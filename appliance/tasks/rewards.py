@@ -107,7 +107,7 @@ def truth_readers(
 
 
 def _require_truth(truth: str) -> str:
-    """Raises ValueError where the row has none."""
+    """Return the truth. Raises ValueError where the row has none."""
     given_alternatives(truth)
     return truth
 

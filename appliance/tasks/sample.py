@@ -179,7 +179,7 @@ def _judge_own(
     truths: Sequence[str],
     tell: Tell,
 ) -> SampleVerdict:
-    """truths: of these and other rows."""
+    """Judge the rewards of a task of the user's own. truths: of these and other rows."""
     wrong, unread, easy = [], [], []
     judges = [reward for reward in rewards if reward.may_read_truth]
     ours = [

@@ -79,8 +79,9 @@ def make_tiny_model(spec: TinySpec, *, difficulty: int, folder: Path, on_step: C
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """GEMMs this small gain a quarter from a second thread, and lose tenfold when a core is busy elsewhere. With one
-    the order of every sum is fixed, so the same making gives the same model on any number of cores."""
+    """Use one thread. GEMMs this small gain a quarter from a second thread, and lose tenfold when a core is busy
+    elsewhere. With one the order of every sum is fixed, so the same making gives the same model on any number of
+    cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -119,7 +119,8 @@ def _ours(response: Response, row: Row, _: Given) -> Values:
 
 
 def _trls(response: Response, row: Row, parts_of_row: Given) -> Values:
-    """Lists of one. A completion is a list of messages where the prompt is one: of several turns the last."""
+    """Make TRL's arguments: lists of one. A completion is a list of messages where the prompt is one: of several turns
+    the last."""
     prompt, _ = parts_of_row(row)
     completion = [{"role": "assistant", "content": response.written}] if isinstance(prompt, list) else response.written
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
@@ -128,7 +129,7 @@ def _trls(response: Response, row: Row, parts_of_row: Given) -> Values:
 
 
 def _verls(response: Response, row: Row, parts_of_row: Given) -> Values:
-    """The truth as the row has it, text or not."""
+    """Make verl's arguments: the truth as the row has it, text or not."""
     source, extra = row.get("data_source") or "own", row.get("extra_info") or {}
     return dict(zip(_VERLS, (source, response.written, parts_of_row(row)[1], extra), strict=True))
 
@@ -140,7 +141,7 @@ _NAMES: dict[_Form | None, set[str]] = {_verls: set(_VERLS), _trls: set(_TRLS), 
 
 
 def _reward(returned: object, *, form: _Form, name: str) -> object:
-    """What is held to be a finite number or None. Raises UserCodeError."""
+    """Return a reward that is a finite number or None. Raises UserCodeError for any other."""
     if form is _trls:
         is_list = isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping)
         values = list(returned) if is_list and getattr(returned, "ndim", 1) else []

@@ -127,7 +127,8 @@ def _is_same_named(answer: Node, truth: Node) -> bool:
 
 
 def _is_same_name(left: str, right: str) -> bool:
-    """One may have fewer words, `cost` for `total cost`, or a word's first letter, `A` for `Area`: x is not y."""
+    """Tell whether two names are the same. One may have fewer words, `cost` for `total cost`, or a word's first letter,
+    `A` for `Area`: x is not y."""
     if left.replace(" ", "") == right.replace(" ", ""):
         return True
     if {left, right} == {"y", "f(x)"}:
@@ -178,7 +179,7 @@ def _parts_of_union(node: Node) -> tuple[Node, ...] | None:
 
 
 def _is_same_set(answers: Sequence[Node], truths: Sequence[Node]) -> bool:
-    """Each of one is one of the other, how often is the same."""
+    """Tell whether each member of one is a member of the other, and as often there."""
     if len(answers) != len(truths):
         return False
     left = list(truths)

@@ -145,7 +145,7 @@ def normal_form(text: str) -> str:
 
 
 def _without_markup(text: str) -> str:
-    """Markdown's and HTML's marks, and what delimits mathematics in a text."""
+    """Remove Markdown's and HTML's marks, and what delimits mathematics in a text."""
     text = re.sub(r"(?i)<sup>([^<]*)</sup>", r"^{\1}", text)
     text = re.sub(r"(?i)<sub>([^<]*)</sub>", r"_{\1}", text)
     text = re.sub(r"~~[^~]*~~", " ", text)  # struck out
@@ -249,6 +249,6 @@ def _with_one_notation_of_numbers(text: str) -> str:
 
 
 def _spaced_minus(text: str, match: re.Match[str]) -> str:
-    """`- 5` is -5 where nothing is before it that 5 could be subtracted from."""
+    """Join a minus: `- 5` is -5 where nothing is before it that 5 could be subtracted from."""
     before = text[: match.start()].rstrip()
     return match[0] if before and (before[-1].isdigit() or before[-1] in ")]}!'%°") else "-"

@@ -82,7 +82,7 @@ _FRACTION_IN_WORDS = re.compile(rf"(?:(a|an|\w+)[\s-]+)?({'|'.join(_FRACTION_WOR
 
 
 def _value_of_words(text: str) -> Fraction | None:
-    """`minus twelve`, `three quarters`; None of other words."""
+    """Read `minus twelve` or `three quarters`; None for other words."""
     words = text.lower()
     sign = -1 if re.match(r"(?:minus|negative)\s", words) else 1
     words = re.sub(r"^(?:minus|negative)\s+", "", words)
@@ -99,7 +99,7 @@ _LARGE = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 
 
 def _large_number(words: str) -> int | None:
-    """`two hundred five`, `one thousand`: each multiple once, the largest first."""
+    """Read `two hundred five` or `one thousand`: each multiple once, the largest first."""
     total, part, smallest = 0, None, 10**12
     for word in re.split(r"[\s-]+", words):
         if word in _LARGE:

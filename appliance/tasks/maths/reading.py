@@ -54,7 +54,7 @@ def _matching(text: str) -> int:
 
 
 def _split(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """The parts between separators that are in no brackets, and these separators."""
+    """Return the parts between separators that are in no brackets, and these separators."""
     parts, separators, depth, begin, place = [], [], 0, 0, 0
     while place < len(text):
         character = text[place]
@@ -78,7 +78,7 @@ _OUTWARD = re.compile(r"(\])([^\[\]()]*[,;][^\[\]()]*)([\[\]])|(\[)([^\[\]()]*[,
 
 
 def _without_thousands(text: str) -> str:
-    """1,000 as 1000, but in brackets, where (1,200) may be two numbers."""
+    """Write 1,000 as 1000, but not in brackets, where (1,200) may be two numbers."""
     joined, depth, end = [], 0, 0
     for match in _GROUPED.finditer(text):
         before = text[end : match.start()]
@@ -322,7 +322,7 @@ def _flat(items: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _read_both_signs(text: str, *, depth: int) -> Node | None:
-    """`3 ± 2` is 5 and 1."""
+    """Read `3 ± 2` as 5 and 1."""
     if not ("±" in text or "∓" in text or re.search(r"\+/-|\+-", text)):
         return None
     text = re.sub(r"\+/-|\+-", "±", text)

@@ -281,8 +281,8 @@ def _operations(expression: Expression) -> set[str]:
 
 
 def _points(names: Sequence[str], *, operations: set[str]) -> Iterator[tuple[dict[str, Fraction], tuple[int, int]]]:
-    """Points, and the digits to compute with: near zero, and far from it where |x + 4| may be x + 4 near zero alone;
-    whole numbers too where something is rounded to them."""
+    """Yield points, and the digits to compute with: near zero, and far from it where |x + 4| may be x + 4 near zero
+    alone; whole numbers too where something is rounded to them."""
     for point in range(_POINTS if names else 1):
         yield {name: _coordinate(name, point) for name in names}, _DIGITS
     if names and operations & _PIECEWISE:

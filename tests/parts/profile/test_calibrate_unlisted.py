@@ -19,7 +19,7 @@ from unlisted_models import UNLISTED, build_unlisted, make_unlisted
 
 from appliance.errors import EngineError
 from appliance.profile.command import table
-from appliance.quant.checkpoint import ModelTensors, StreamedModel, unprofiled
+from appliance.quant.checkpoint import ModelTensors, StreamedModel, why_unprofiled
 from appliance.quant.files import made_of_another_class, read_file_header
 from appliance.quant.own_samples import ProfileSampling, draw_samples
 from appliance.quant.prediction import head_gradients
@@ -219,7 +219,7 @@ def test_a_layer_that_fails_is_the_reason_and_a_missing_weight_is_not(
 ) -> None:
     """The last layer may be of another kind than the first."""
     folder = make_unlisted(tmp_path, "granite", seed=1)
-    assert unprofiled(folder, is_measured=True) == ("", "")
+    assert why_unprofiled(folder, is_measured=True) == ("", "")
     forward = GraniteDecoderLayer.forward
 
     def fails(layer: nn.Module, *arguments: object, **settings: object) -> Tensor:
@@ -230,9 +230,9 @@ def test_a_layer_that_fails_is_the_reason_and_a_missing_weight_is_not(
     with monkeypatch.context() as patched:
         patched.setattr(GraniteDecoderLayer, "forward", fails)
         why = "its layers cannot be run one by one: KeyError: 'keys of an earlier layer'"
-        assert unprofiled(folder, is_measured=False) == ("GraniteForCausalLM", why)
+        assert why_unprofiled(folder, is_measured=False) == ("GraniteForCausalLM", why)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(EngineError, match=r"the checkpoint has no model.layers.1.mlp.up_proj.weight"):
-        unprofiled(folder, is_measured=False)
+        why_unprofiled(folder, is_measured=False)
