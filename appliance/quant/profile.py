@@ -176,8 +176,10 @@ def _times(name: str, tensor: Tensor, factors: list[Tensor]) -> Tensor:
 
 
 def _column_factor(name: str, tensor: Tensor, *, weight: str, smoothing: Smoothing) -> Iterator[Tensor]:
-    """Yield what the tensor's columns are to be multiplied by, in its own format: none or one. weight: name of the parameter
-    that has the columns in the checkpoint."""
+    """Yield what the tensor's columns are to be multiplied by, in its own format: none or one.
+
+    weight: name of the parameter that has the columns in the checkpoint.
+    """
     column_K = smoothing.column_factor_of(weight)
     if column_K is not None:
         if tensor.ndim == 0 or tensor.shape[-1] != len(column_K):
@@ -186,8 +188,10 @@ def _column_factor(name: str, tensor: Tensor, *, weight: str, smoothing: Smoothi
 
 
 def _row_factor(name: str, tensor: Tensor, *, weight: str, smoothing: Smoothing) -> Iterator[Tensor]:
-    """Yield what the tensor's rows are to be multiplied by, in its own format: none or one. weight: name of the parameter
-    that has the rows in the checkpoint."""
+    """Yield what the tensor's rows are to be multiplied by, in its own format: none or one.
+
+    weight: name of the parameter that has the rows in the checkpoint.
+    """
     row_N = smoothing.row_factor_of(weight)
     if row_N is not None:
         rows = tensor.shape[0] if tensor.ndim in (1, 2) else 0
