@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
-
-from appliance.patch import installed_version
 
 _LLVMLITE = "llvmlite.binding.ffi"
 
@@ -16,9 +15,17 @@ def let_vllm_pass_llvmlite() -> None:
 
     Remove when: vLLM's `_rebind_kernels` (vllm/triton_utils/dispatcher.py) reads dictionaries alone.
     """
-    if _LLVMLITE in sys.modules and installed_version("vllm").startswith("0.31."):
+    if _LLVMLITE in sys.modules and _vllm_version().startswith("0.31."):
         library = sys.modules[_LLVMLITE].lib
         # Its class has slots: `vars(library)` would ask for a function named `__dict__` too. Another llvmlite may have
         # no such table.
         if "_fntab" in dir(type(library)):
             library._fntab.setdefault("__dict__", {})
+
+
+def _vllm_version() -> str:
+    """Return the installed version, or an empty text: a sender of weights has no vLLM."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""

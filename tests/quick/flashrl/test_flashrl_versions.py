@@ -139,7 +139,7 @@ def test_another_version_is_refused_before_anything_of_it_is_imported(
 LLVMLITE = """
 import sys
 from appliance.quant import numba_beside_vllm
-numba_beside_vllm.installed_version = lambda distribution: {version!r}
+numba_beside_vllm._vllm_version = lambda: {version!r}
 import numba
 library = sys.modules["llvmlite.binding.ffi"].lib
 numba_beside_vllm.let_vllm_pass_llvmlite()
