@@ -167,10 +167,11 @@ SYMPTOMS = (
     ),
     (r"No space left on device|Errno 28\b|Disk quota exceeded", "the disk is full", "free some space: df -h"),
     (
-        r"ray\.exceptions\.OutOfMemoryError|\bMemoryError\b|Cannot allocate memory|can't allocate memory"
+        r"\bOutOfMemoryError\b|\bMemoryError\b|Cannot allocate memory|can't allocate memory"
         r"|killed due to the node running low on memory",
         "this host ran out of memory",
-        "close other programs, or lower batch.prompts_per_step and rollout.samples_per_prompt",
+        "close other programs, or lower batch.micro_batch_sequences, batch.prompts_per_step or "
+        "rollout.samples_per_prompt",
     ),
     (
         r"libnuma\.so|_OpNamespace' '_C[\w]*' object has no attribute",

@@ -29,7 +29,10 @@ ROLES = {
     "SimpleStorageUnit": "a storage unit of the TransferQueue",
 }
 _MEANT = ("`ray.kill`", "references to the actor were removed", "INTENDED", "job finished")
-_HINT = "often the kernel ended it for want of memory (sudo dmesg | tail); the log has its last words"
+_HINT = (
+    "often the kernel (sudo dmesg | tail) or Ray (`low on memory` in the log) ended it for want of memory; "
+    "the log has its last words"
+)
 
 
 class ProcessWatch:

@@ -102,6 +102,7 @@ def test_kill_is_explained_by_memory() -> None:
             "Ray's scheduler (raylet) died",
         ),
         ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried", "this host ran out of memory"),
+        ("OutOfMemoryError: Refer to the documentation on how to address", "this host ran out of memory"),
         (
             "ImportError: libnuma.so.1: cannot open shared object file: No such file or directory",
             "vLLM's kernels did not load: the system library libnuma1 is missing",
