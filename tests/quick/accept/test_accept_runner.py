@@ -536,7 +536,7 @@ def test_rows_for_two_gpus_are_skipped_by_name_where_there_is_one(monkeypatch: p
 
 def test_a_training_that_would_be_refused_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     training = dataclasses.replace(row("well"), work=Work.TRAINING)
-    versions = {"torch": "2.11.0+cu130", "vllm": "0.28.0", "verl": "0.9.1", "ray": "2.60.0"}
+    versions = {"torch": "2.11.0+cu130", "vllm": "0.31.0", "verl": "0.9.1", "ray": "2.60.0"}
     monkeypatch.setattr(command, "version_of", lambda name: versions.get(name, ""))
     monkeypatch.setattr(command.shutil, "which", lambda name: None)
 

@@ -48,8 +48,8 @@ def test_the_page_names_the_families_of_vllms_v2_runner() -> None:
     """vLLM itself is asked in tests/engine/test_engine_runner.py."""
     *dense, last = [each.architecture.removesuffix("ForCausalLM") for each in FAMILIES.values() if not each.mixture]
     [row] = [line for line in PAGE.read_text().splitlines() if line.startswith("| vLLM's model runner")]
-    assert f"| V1 | V2 for dense {', '.join(dense)} and {last} (" in row
-    assert "Models with experts stay on V1. If it misbehaves: `VLLM_USE_V2_MODEL_RUNNER=0`" in row
+    assert f"| V1 | V2 for every model (*built and loaded* for dense {', '.join(dense)} and {last}: " in row
+    assert "If it misbehaves: `VLLM_USE_V2_MODEL_RUNNER=0`" in row
 
 
 def test_the_page_names_every_file_of_verl_that_knows_flash_attention() -> None:

@@ -165,10 +165,10 @@ def test_measured_runs_hold_what_the_estimate_says() -> None:
     runs = read(DEMO.parent, host=HOST)
     assert runs
     for case, run in runs.items():
-        _, held = run.measured.fullest
+        _, held_bytes = run.measured.fullest
         estimate = memory_by_role(run.plan, run.measured.shape)
         assert abs(sum(estimate.values()) / run.measured.total - 1) <= 0.1, case
-        assert all(size >= 0.8 * held[role] for role, size in estimate.items()), (case, estimate, held)
+        assert all(size >= 0.8 * held_bytes[role] for role, size in estimate.items()), (case, estimate, held_bytes)
 
 
 def test_weights_gradients_and_optimizer_hold_what_the_estimate_says() -> None:

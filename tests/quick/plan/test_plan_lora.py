@@ -220,7 +220,7 @@ def test_7b_fits_on_one_gpu_of_24_gb_where_the_trainer_has_codes() -> None:
     sets = [change.replace(": ", "=") for change in changes]
     fitted = planned("gsm8k-7b-lora-int8", on_one, *FLOW, *sets)
     assert [moment.short for moment in moments(fitted, SHAPE_7B)] == [0] * 4
-    assert [finding.code for finding in device.memory(fitted, HOST, SHAPE_7B)] == []
+    assert [finding.code for finding in device.judge_gpu_memory(fitted, HOST, SHAPE_7B)] == []
     as_usual = planned("gsm8k-7b-lora-int8", on_one, *FLOW, *(each for each in sets if not each.startswith("guard")))
     assert any(moment.short for moment in moments(as_usual, SHAPE_7B))
     for sync in ("merge", "adapter"):
