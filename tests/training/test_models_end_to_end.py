@@ -177,7 +177,8 @@ def make_model(folder: Path, model_type: str, *, tokenizer: PreTrainedTokenizerF
         large = model_type in SMOOTHED
         make_unlisted(folder, model_type, seed=1, vocab_size=WORDS, has_large_channels=large, **tokens)
         return UNLISTED[model_type][0]
-    model = tiny_models.tiny(model_type, seed=1, head_dim=32)  # vLLM's attention on a CPU has none of 16
+    # vLLM's attention on a CPU has no heads of 16; its Qwen2 divides the hidden size by the number of heads.
+    model = tiny_models.tiny(model_type, seed=1, head_dim=32, hidden_size=128)
     for config in (model.config, model.generation_config):
         config.update(tokens)
     model.save_pretrained(folder)

@@ -239,7 +239,7 @@ def test_an_update_that_gives_the_old_log_probs_is_measured_after_it_as_a_pass_b
     step("write_old_log_probs", (BATCH, None))
     step("mean_entropy", 0.25)
     step("measure_step", (BATCH, telemetry))
-    step("left_out", {"actor/grad_norm": math.nan, "actor/lr": math.nan})
+    step("metrics_left_out", {"actor/grad_norm": math.nan, "actor/lr": math.nan})
     metrics = {"actor/grad_norm": norm}
     assert trainer._compute_old_log_prob(BATCH, {}) is BATCH and calls == []
     trainer._compute_advantage(BATCH, {})
@@ -254,7 +254,7 @@ def test_an_update_that_gives_the_old_log_probs_is_measured_after_it_as_a_pass_b
     assert arguments["forwards"] == ["take_update_log_probs"] * 2 and arguments["cap"] == 2.0
     assert (trainer._step.telemetry, metrics["actor/entropy"]) == (telemetry, 0.25)
     if broken:
-        assert calls == [*begin, *AS_WITH_A_PASS[:3], "left_out", *AS_WITH_A_PASS[3:]]
+        assert calls == [*begin, *AS_WITH_A_PASS[:3], "metrics_left_out", *AS_WITH_A_PASS[3:]]
         assert math.isnan(metrics["actor/lr"]) and trainer._rate == 4e-4
     else:
         assert calls == [*begin, *AS_WITH_A_PASS, "correction.after_update"]
