@@ -200,7 +200,8 @@ def test_failed_preparation_keeps_its_code_and_starts_no_training(
     process = launch(plan.replace(task=task, task_files=files))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2, err
-    assert err.splitlines()[1].startswith(f"error: preparation failed in phase prepare: {tmp_path}/none.jsonl")
+    fact = f"task.train_file: {tmp_path}/none.jsonl"
+    assert err.splitlines()[1].startswith(f"error: preparation failed in phase prepare: {fact}")
     logs = Path(plan.run_dir) / "logs" / "1"
     assert sorted(path.name for path in logs.iterdir()) == ["prepare.log", "stacks"]
 
