@@ -107,8 +107,8 @@ class Measured:
     @property
     def fullest(self) -> tuple[str, dict[str, int]]:
         """Phase of the moment when all roles together held most, and the bytes of each role then."""
-        phase, held = max(self.peaks, key=lambda peak: sum(size for _, size in peak[1]))
-        return phase, dict(held)
+        phase, sizes = max(self.peaks, key=lambda peak: sum(size for _, size in peak[1]))
+        return phase, dict(sizes)
 
     @property
     def total(self) -> int:
@@ -377,9 +377,9 @@ def page(runs: list[Run], *, states: list[State], where: dict[str, object]) -> I
     yield "| --- |" + " --- |" * (len(Role) + 3)
     for run in runs:
         measured = run.measured
-        phase, held = measured.fullest
+        phase, sizes = measured.fullest
         roles = " | ".join(
-            f"{size / 1e9:.2f}, {held[role] / 1e9:.2f}" for role, size in estimated(run.plan, measured.shape).items()
+            f"{size / 1e9:.2f}, {sizes[role] / 1e9:.2f}" for role, size in estimated(run.plan, measured.shape).items()
         )
         estimate = peak(run.plan, measured.shape)
         yield (

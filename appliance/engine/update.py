@@ -306,8 +306,8 @@ class WeightUpdate:
             started = time.perf_counter()
             fits = self._proof.take(name, folded, known=known)
             self._now.proof_s += time.perf_counter() - started
-            # Not given to vLLM: it has the embedding in the head's place, and 0.31 refuses the name where a class has no
-            # such module (Gemma 2).
+            # A tied head is not given to vLLM, which has the embedding in its place: where a class has no such module
+            # (Gemma 2), 0.31 refuses the name.
             given = self.is_tied_head(name) or self._give(name, folded)
         if not (given or self.is_left_out(name)):
             raise SyncError(f"weight update: {name} is not a weight of this model")

@@ -424,9 +424,9 @@ def _shared_memory(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> 
         yield error("shared-memory", "/dev/shm", message, f"in a container: --shm-size={flag}")
 
 
-def _memory(plan: RunPlan, host: HostFacts, found: ModelShape | None) -> Iterator[Finding]:
-    """Judge the host's memory without a GPU. found: shape of the model, None where it is not known."""
-    shape = shape_on_cpu(plan, found)
+def _memory(plan: RunPlan, host: HostFacts, read: ModelShape | None) -> Iterator[Finding]:
+    """Judge the host's memory without a GPU. read: shape of the model by its files, None where they are not known."""
+    shape = shape_on_cpu(plan, read)
     if shape is None:
         return
     needed, free = peak(plan, shape) // plan.cluster.nodes, host.memory_free_bytes

@@ -197,7 +197,8 @@ def why_unprofiled(folder: Path, *, is_measured: bool, trust_remote_code: bool =
     if built.family:
         return "", ""
     problem = built.problem
-    problem = problem or _problem_of_layers(StreamedModel(ModelTensors(folder), trust_remote_code=trust_remote_code))
+    if not problem:
+        problem = _problem_of_layers(StreamedModel(ModelTensors(folder), trust_remote_code=trust_remote_code))
     if problem and is_measured:
         raise _no_profile(folder, built.model_type, problem)
     return (built.architecture, problem) if problem else ("", "")

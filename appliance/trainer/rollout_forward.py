@@ -136,7 +136,7 @@ class EngineLayer:
         self._factor_K = smoothing.column_factor_of(f"{parts[0][0]}.weight")
         self._factor_N = _row_factor_of(parts, smoothing=smoothing)
         self._operand: EngineWeight | Tensor | None = None
-        """What the layer multiplies by in its scheme, where that lasts longer than a forward."""
+        """Operand of the layer's product in its scheme, kept where it lasts longer than a forward; else None."""
 
     def freeze(self, adapters: Mapping[str, LayerAdapter], *, files: WeightsOnDisk | None = None) -> None:
         """Compute from now on with adapters beside the layer's modules, whose own weights do not change any more.
