@@ -227,17 +227,16 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
             return
         runner, run_dir, telemetry = self.model_runner, Path(plan.run_dir), self._weight_update().telemetry
         place = {"replica": taken.replica, "rank": taken.rank}
-        if taken.switched:
-            with self._without_adapters():
+        with self._without_adapters():
+            if taken.switched:
                 attest_rollout_worker(runner.get_model(), vllm_config=runner.vllm_config, rank=self.rank)
-        live = live_scheme(runner.get_model())
+            live = live_scheme(runner.get_model())
+            raised = raised_layers(runner.get_model(), planned=plan.engines[taken.replica])
         if len(telemetry.first) > self._scales_written:
             write_first_scales(run_dir, telemetry.first, **place)
             self._scales_written = len(telemetry.first)
         if plan.guard.ranks_layers:
             add_layer_errors(layer_errors_file(run_dir, **place), telemetry.layer_errors)
-        with self._without_adapters():
-            raised = raised_layers(runner.get_model(), planned=plan.engines[taken.replica])
         now = dataclasses.replace(taken, scheme=str(live.scheme), emulated=live.emulated, bf16_layers=raised)
         append_acknowledgement(run_dir, now)
 

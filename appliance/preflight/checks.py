@@ -291,14 +291,15 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     alike = ALIKE_WINDOWS.issuperset(shape.architectures)
     slides = shape.partial_window > 0 and not shape.other_mixer  # `layer_types` that differ by a window
     if slides and not alike and (NEVER_PARTIAL in shape.architectures or longest > shape.partial_window):
-        outcome = "vLLM and the trainer may treat them differently"
-        for architecture in shape.architectures:
-            outcome = UNLIKE_WINDOWS.get(architecture, outcome)
+        remedy = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
         if NEVER_PARTIAL in shape.architectures:
             outcome = "vLLM does not start with them"
+        else:
+            unlike = (UNLIKE_WINDOWS[each] for each in shape.architectures if each in UNLIKE_WINDOWS)
+            outcome = next(unlike, "vLLM and the trainer may treat them differently")
+            remedy = f"keep prompt and response within {shape.partial_window} tokens together, or {remedy}"
         layers = f"some of its layers have a sliding window, of {shape.partial_window} tokens"
         message = f"{plan.weights.name_or_path}: {layers}"
-        remedy = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
         yield error("window", "model.path", f"{message}: {outcome}", remedy)
 
 
