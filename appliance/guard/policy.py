@@ -98,8 +98,7 @@ class Collapse:
     """Patience with equal samples: more than equal_above of the prompts got samples that are all the same, from which
     nothing can be learned."""
     runaway_length: Patience = Patience(warn_after=5, stop_after=20)
-    """Patience with long responses: their mean is longer than runaway_above of max_response_tokens (0: unknown, not
-    judged)."""
+    """Patience with endless responses: more than unfinished_above of them reached the limit before they ended."""
     reward_window: int = 10
     reward_lost_fraction: float = 0.5
     reward_least_gain: float = 0.1
@@ -109,8 +108,7 @@ class Collapse:
     entropy_window: int = 5
     entropy_left_fraction: float = 0.02
     equal_above: float = 0.95
-    max_response_tokens: int = 0
-    runaway_above: float = 0.95
+    unfinished_above: float = 0.95
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class Signals:
     """Mean entropy, nats per token."""
     equal_group_fraction: float | None = None
     """Share of the prompts whose samples are all the same, 0..1."""
-    response_tokens_mean: float | None = None
-    """Mean length of a response, tokens."""
+    unfinished_fraction: float | None = None
+    """Share of the samples that reached the limit of a response before they ended, 0..1."""
     nonfinite_fraction: float | None = None
     """Share of the tokens with a log-probability that is not finite, 0..1."""
 
@@ -287,10 +287,9 @@ def _equal_samples(value: float, memory: Watches, limits: Collapse) -> Cause | N
 
 
 def _runaway_length(value: float, memory: Watches, limits: Collapse) -> Cause | None:
-    if not limits.max_response_tokens or _solved(memory, limits=limits):
+    if _solved(memory, limits=limits):
         return None
-    longest = limits.runaway_above * limits.max_response_tokens
-    return find_cause("response_tokens_mean", value, (-math.inf, longest))
+    return find_cause("unfinished_fraction", value, (-math.inf, limits.unfinished_above))
 
 
 _CONDITIONS: dict[CollapseGuard, tuple[str, Callable[[float, Watches, Collapse], Cause | None]]] = {
@@ -299,7 +298,7 @@ _CONDITIONS: dict[CollapseGuard, tuple[str, Callable[[float, Watches, Collapse],
     CollapseGuard.REWARD: ("reward_mean", _reward),
     CollapseGuard.ENTROPY: ("entropy", _entropy),
     CollapseGuard.EQUAL_SAMPLES: ("equal_group_fraction", _equal_samples),
-    CollapseGuard.RUNAWAY_LENGTH: ("response_tokens_mean", _runaway_length),
+    CollapseGuard.RUNAWAY_LENGTH: ("unfinished_fraction", _runaway_length),
 }
 """Signal of each guard, and the function that returns what is wrong with a finite value of it."""
 

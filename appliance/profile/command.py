@@ -239,7 +239,7 @@ def _note_prediction(plan: RunPlan, *, folder: Path) -> None:
     shape = model_shape(plan.model, weights=plan.weights)
     for finding in judge_mismatch(plan, expected=expected_of(folder), shape=shape, stored=stored):
         if finding.severity is Severity.WARNING:
-            append_event(run_dir, kind="note", what=f"warning: {finding.message}: {finding.remedy}", why=finding.code)
+            append_event(run_dir, kind="note", what=f"{finding.message}: {finding.remedy}", why=finding.code)
         else:
             append_event(run_dir, kind="note", what=finding.message, why=finding.place)
 

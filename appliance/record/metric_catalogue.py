@@ -119,6 +119,11 @@ REWARDS = Table(
         ),
         Metric("response_tokens_mean", "tokens", "The mean length of a response; what tools said does not count"),
         Metric(
+            "unfinished_fraction",
+            "fraction",
+            "Samples that reached `task.max_response_tokens` before the model ended them",
+        ),
+        Metric(
             "equal_group_fraction",
             "fraction",
             "Prompts of which all samples are the same sequence of tokens: their advantages are 0",

@@ -125,10 +125,11 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
         and plan.trainer.dtype is Dtype.BF16
         and not why_outgrown(other, device=plan.cluster.device)
     )
-    if state.bad_steps:
+    if state.bad_steps > state.judged_steps / 4:  # a few are no reason to change what the rest was fine with
         compare = one_scheme and other is Scheme.BF16
         how = f"compare with --set rollout.scheme={other}" if compare else "report.html shows when"
-        lines.append(f"the mismatch left its bounds: {how}")
+        of_them = f"{state.bad_steps} of {counted(state.judged_steps, 'step')}"
+        lines.append(f"the mismatch was bad in {of_them}: {how}")
     rewards = result(state)
     if rewards.stayed_at_top(plan):
         lines.append("the reward was at its top from the start: harder problems leave something to learn")

@@ -60,7 +60,7 @@ def weigh_rewards(values: Values) -> Graded:
         total += weight * number
         parts.append((name, number))
     if not parts:
-        return Graded(0.0, Fault.NOT_A_GRADE, "no reward applies")
+        return Graded(0.0, Fault.NOT_A_GRADE, "no reward applies: each returned None")
     if not abs(total) <= LARGEST:
         return Graded(0.0, Fault.NOT_A_GRADE, f"the rewards add up to {total:g}, which is not within ±{LARGEST:g}")
     return Graded(total, parts=tuple(parts))

@@ -97,6 +97,7 @@ def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lamb
         doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: set task.truth to its field"
         return replace(verdict, doubt=doubt)
     doubt = _never_judges(problems, settings=settings, rewards=rewards)
+    doubt = doubt or (_empty_truths(takers[0], first_problems=first_problems) if takers else "")
     return replace(verdict, doubt=doubt or _no_numbers(settings, first_problems=first_problems))
 
 
@@ -119,6 +120,17 @@ def _gives_none(reward: RewardFunction, text: str, problem: Problem) -> bool:
     except (Exception, SystemExit):  # the boundary of the user's code
         return False
     return value is None
+
+
+def _empty_truths(taker: str, *, first_problems: Callable[..., list[Problem]]) -> str:
+    """Say in which rows the truth is empty, which any response contains; empty where there is none. taker: name of a
+    function of the user's that takes the truth. Rewards of ours refuse such a row."""
+    problems = first_problems(count=_READ_FOR_NUMBERS)
+    places = [place for place, problem in enumerate(problems, start=1) if not problem.truth.strip()]
+    if not places:
+        return ""
+    share = f"{len(places)} of {counted(len(problems), 'row')}"
+    return f"in {share} the truth is empty, and `{taker}` takes it: row {places[0]}"
 
 
 def _no_numbers(settings: sections.Task, *, first_problems: Callable[..., list[Problem]]) -> str:
@@ -302,11 +314,12 @@ def _graded_by_each(
         if graded.fault is not None and values[-1][2] is not None:
             return SampleVerdict(0, failure=f"{place} on {answer_kind}: {graded.why}")
     graded = weigh_rewards(values)
-    return (
-        SampleVerdict(0, failure=f"{', '.join(places)}: {graded.why} to {answer_kind}")
-        if graded.fault is not None
-        else graded
-    )
+    if graded.fault is None:
+        return graded
+    if any(value is not None for _, _, value in values):
+        return SampleVerdict(0, failure=f"{', '.join(places)} on {answer_kind}: {graded.why}")
+    failure = f"{', '.join(places)} returned None to {answer_kind}, so no reward applies to it"
+    return SampleVerdict(0, failure=failure, remedy="return a number: a function without `return` gives None")
 
 
 def _wrong(problem: Problem, *, task: TaskDefinition, rewards: Sequence[RewardFunction], truths: Sequence[str]) -> str:

@@ -47,7 +47,6 @@ def policy_of(plan: RunPlan) -> Policy:
             log_probs=Patience(warn_after=1, stop_after=guard.gradient_steps),
             reward_floor=plan.wrong_reward,
             reward_ceiling=None if plan.task.is_own else 1.0,
-            max_response_tokens=plan.task.max_response_tokens,
         ),
     )
 
@@ -62,7 +61,7 @@ def signals_of(
     is_exact: as StepParts.is_exact.
     """
     mismatch = telemetry.mismatch
-    names = ["entropy", "response_tokens_mean"]
+    names = ["entropy", "unfinished_fraction"]
     adapts = bool(line.get("overflow_fraction")) and float(line["grad_scale"]) >= 1  # FP16 on the way to its factor
     if not telemetry.nonfinite_fraction and not adapts:  # else there was no update, and so no gradient
         names.append("grad_norm")

@@ -124,10 +124,10 @@ class Rollouts:
         """Whether prompts are being generated."""
         return any(not future.done() for future in self._futures)
 
-    def take_turns(self) -> dict[str, float]:
-        """Return what samples for training did since the last call; empty for a run without tools."""
+    def take_counts(self) -> dict[str, float]:
+        """Return what samples for training did since the last call."""
         tally, self._tally = self._tally, Tally()
-        return tally.metrics() if self._turns is not None else {}
+        return tally.metrics(has_tools=self._turns is not None)
 
     def finish(self) -> None:
         """Wait until nothing is generated. Raises as `wait`."""

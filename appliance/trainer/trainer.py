@@ -317,7 +317,7 @@ class ApplianceTrainer(PPOTrainerSync):
         if self.plan.task.is_own:
             line |= self.rollouts.grades.reward_means(batch.keys, step=global_steps)
         telemetry, is_exact, cap = self._step.telemetry, self._step.is_exact(self.plan), self.correction.token_cap
-        line |= telemetry.metrics(is_exact=is_exact, cap=cap) | self.validation.take() | self.rollouts.take_turns()
+        line |= telemetry.metrics(is_exact=is_exact, cap=cap) | self.validation.take() | self.rollouts.take_counts()
         written = self._write({**line, "reward_failures": self._step.reward_failures})
         metrics.update(tracked_numbers(written))  # verl sends `metrics` to the backends next
         if is_exact and telemetry.differing_tokens:

@@ -94,6 +94,7 @@ class Tally:
     """Counts of what the samples of a step did, for its line."""
 
     samples: int = 0
+    unfinished: int = 0
     turns: int = 0
     calls: int = 0
     failed_calls: int = 0
@@ -101,14 +102,18 @@ class Tally:
 
     def extend(self, samples: Sequence[Trajectory]) -> None:
         self.samples += len(samples)
+        self.unfinished += sum(not each.finished for each in samples)
         self.turns += sum(each.turns for each in samples)
         self.calls += sum(each.calls for each in samples)
         self.failed_calls += sum(each.failed_calls for each in samples)
         self.tool_tokens += sum(len(each.mask) - each.generated for each in samples)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, *, has_tools: bool) -> dict[str, float]:
         num_samples = max(1, self.samples)
-        return {
+        unfinished = {"unfinished_fraction": self.unfinished / num_samples}
+        if not has_tools:
+            return unfinished
+        return unfinished | {
             "turns_mean": self.turns / num_samples,
             "tool_calls_mean": self.calls / num_samples,
             "tool_calls_failed_fraction": self.failed_calls / max(1, self.calls),

@@ -134,7 +134,7 @@ NO_NUMBERS = [
     *(Part(text, NO_NUMBER) for text in ("__import__('torch').ones(2)", "'x' * 9999", "'a\\nb'")),
     Part(ODD, f"ZeroDivisionError: division by zero{LINE}"),
     Part("2e15", "the rewards add up to 2e+15, which is not within ±1e+15"),
-    Part("None", "no reward applies to the truth of row 1"),
+    Part("None", "returned None to the truth of row 1, so no reward applies to it"),
 ]
 SHAPES = {
     "ours": [Part("{}"), Part("[{}]", NO_NUMBER), Part("{{'score': {}}}", NO_NUMBER)],

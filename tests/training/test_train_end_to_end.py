@@ -25,6 +25,7 @@ KEYS_OF_EACH_STEP = {  # of docs/metrics.md: those that every step of such a run
     "time_s",
     "reward_mean",
     "response_tokens_mean",
+    "unfinished_fraction",
     "rollout_tokens_per_s",
     "rollout_s",
     "logprob_s",
@@ -63,7 +64,7 @@ def test_every_step_has_its_metrics(short: Finished) -> None:
         assert {key for key in KEYS_OF_EACH_STEP if line[key] is None} == set()
         assert 0 < line["proof_s"] < line["sync_s"] and 0 < line["layer_error_max"] < 0.02
         assert (line["scheme"], line["emulated"]) == ("int8", False)
-        assert 0 <= line["reward_mean"] <= 1
+        assert 0 <= line["reward_mean"] <= 1 and 0 <= line["unfinished_fraction"] <= 1
         assert 0 <= line["mismatch_k3_kl"] < 0.015
         assert 0.9 < line["is_weight_mean"] < 1.1 and line["is_ess"] > 0.9
     assert lines[0].keys() >= {"val_reward_mean", "val_samples", "scheme", "time_s"}

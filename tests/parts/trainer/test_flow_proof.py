@@ -99,7 +99,7 @@ def test_a_difference_is_said_at_once_with_its_place(tmp_path: Path) -> None:
 
 
 def test_it_is_the_guards_first_bound_where_it_was_promised(tmp_path: Path) -> None:
-    line = {"step": 7, "grad_norm": 1.0, "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}
+    line = {"step": 7, "grad_norm": 1.0, "reward_mean": 0.5, "entropy": 0.25, "unfinished_fraction": 0.75}
     assert signals_of(line, telemetry=DIFFERING, cap=2.0).differing_fraction is None
     assert signals_of(line, telemetry=EQUAL, cap=2.0, is_exact=True).differing_fraction == 0
     signals = signals_of(line, telemetry=DIFFERING, cap=2.0, is_exact=True)
@@ -112,7 +112,7 @@ def test_it_is_the_guards_first_bound_where_it_was_promised(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("scale", "overflow", "counts"), [(512.0, 1.0, False), (0.5, 1.0, True), (512.0, 0.0, True)])
 def test_an_overflow_on_the_way_to_a_factor_is_no_bad_gradient(scale: float, overflow: float, counts: bool) -> None:
-    line = {"step": 7, "grad_norm": float("inf"), "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}
+    line = {"step": 7, "grad_norm": float("inf"), "reward_mean": 0.5, "entropy": 0.25, "unfinished_fraction": 0.75}
     line |= {"grad_scale": scale, "overflow_fraction": overflow}
     assert (signals_of(line, telemetry=EQUAL, cap=2.0).grad_norm is not None) is counts
 

@@ -120,7 +120,7 @@ def trainer(tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch) -
     made_trainer.checkpoint_manager = SimpleNamespace(update_weights=None)
     pool = SimpleNamespace(graded=0, faults=Counter(), last_fault=None)
     grades = SimpleNamespace(num_validated=0, set_metrics=dict, take_ungraded=lambda keys, *, step: set())
-    made_trainer.rollouts = SimpleNamespace(pool=pool, samples=Part("samples", calls), grades=grades, take_turns=dict)
+    made_trainer.rollouts = SimpleNamespace(pool=pool, samples=Part("samples", calls), grades=grades, take_counts=dict)
     made_trainer.timing_raw = {"update_weights": 1.0}
     made_trainer._step = StepParts(INT8, telemetry=telemetry)
     made_trainer._rate = 3e-4
@@ -494,7 +494,7 @@ def test_the_line_of_a_step_is_in_its_checkpoint(tmp_path: Path, monkeypatch: py
             samples=SimpleNamespace(
                 write=lambda step, *, scheme, val_scheme: calls.append(f"{step} {scheme} {val_scheme}")
             ),
-            take_turns=dict,
+            take_counts=dict,
         ),
     )
     telemetry = SimpleNamespace(metrics=lambda *, is_exact, cap: {"mismatch_chi2": float("inf"), "x": is_exact})

@@ -36,9 +36,7 @@ def test_the_defaults_of_recipe_and_policy_are_one(tmp_path: Path) -> None:
     guard = make_guard(actions=USUAL_ACTIONS)
     policy = policy_of(make_plan(tmp_path / "run", guard=guard))
     wanted = Policy(Scheme.INT8)
-    assert replace(policy, collapse=wanted.collapse) == wanted
-    assert replace(policy.collapse, max_response_tokens=0) == wanted.collapse
-    assert policy.collapse.max_response_tokens == 8
+    assert policy == wanted
 
 
 def test_thresholds_of_the_plan_reach_the_policy(tmp_path: Path) -> None:
@@ -98,10 +96,10 @@ def test_only_caps_of_single_tokens_are_weight_caps(method: CorrectionMethod) ->
 
 def test_signals_are_the_steps_own_numbers() -> None:
     mismatch = measure_mismatch(torch.tensor([-1.0, -2.0]), rollout_T=torch.tensor([-1.5, -1.0]), cap=1.2)
-    line = {"step": 7, "grad_norm": math.nan, "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}
+    line = {"step": 7, "grad_norm": math.nan, "reward_mean": 0.5, "entropy": 0.25, "unfinished_fraction": 0.75}
     telemetry = SimpleNamespace(mismatch=mismatch, equal_group_fraction=0.125, nonfinite_fraction=0.0)
     signals = signals_of(line, telemetry=telemetry, cap=1.2)
-    assert (signals.step, signals.reward_mean, signals.entropy, signals.response_tokens_mean) == (7, 0.5, 0.25, 3.0)
+    assert (signals.step, signals.reward_mean, signals.entropy, signals.unfinished_fraction) == (7, 0.5, 0.25, 0.75)
     assert math.isnan(signals.grad_norm)
     assert (signals.k3_kl, signals.ess, signals.truncated_fraction) == (mismatch.k3_kl, mismatch.ess, 0.5)
     assert (signals.weight_mean, signals.weight_std) == (mismatch.weight_mean, mismatch.weight_std)
@@ -140,7 +138,7 @@ def test_a_line_is_judged_as_its_step_was(
         cap=cap,
     )
     mismatch = telemetry.mismatch
-    line = {"step": 7, "time_s": 1.0, "grad_norm": 1.0, "reward_mean": 0.5, "entropy": 1.0, "response_tokens_mean": 3.0}
+    line = {"step": 7, "time_s": 1.0, "grad_norm": 1.0, "reward_mean": 0.5, "entropy": 1.0, "unfinished_fraction": 0.75}
     line |= {"mismatch_k3_kl": mismatch.k3_kl, "is_weight_mean": mismatch.weight_mean, "is_ess": mismatch.ess}
     line |= {"is_weight_std": mismatch.weight_std, **telemetry.metrics(is_exact=is_exact, cap=cap)}
     append_metrics(tmp_path, line)
@@ -153,7 +151,7 @@ def test_a_line_is_judged_as_its_step_was(
 def test_what_a_mask_drops_is_no_truncated_share() -> None:
     """`geometric-mask` drops sequences and cuts no weight: nothing of it was measured."""
     mismatch = measure_mismatch(torch.tensor([-1.0]), rollout_T=torch.tensor([-4.0]), cap=None)
-    line = {"step": 7, "grad_norm": 1.0, "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}
+    line = {"step": 7, "grad_norm": 1.0, "reward_mean": 0.5, "entropy": 0.25, "unfinished_fraction": 0.75}
     line["is_truncated_fraction"] = 1.0  # the share on which the method acted
     telemetry = SimpleNamespace(mismatch=mismatch, equal_group_fraction=0.0, nonfinite_fraction=0.0)
     assert signals_of(line, telemetry=telemetry, cap=None).truncated_fraction is None
@@ -298,7 +296,7 @@ def test_log_probs_that_are_not_finite_make_the_whole_mismatch_bad() -> None:
         )
         assert (telemetry.nonfinite_fraction, math.isnan(telemetry.mismatch.k3_kl)) == (share, share > 0)
         json.dumps(telemetry.metrics(), allow_nan=False)
-        line = {"step": 3, "grad_norm": math.nan, "reward_mean": 0.5, "entropy": 0.25, "response_tokens_mean": 3.0}
+        line = {"step": 3, "grad_norm": math.nan, "reward_mean": 0.5, "entropy": 0.25, "unfinished_fraction": 0.75}
         signals = signals_of(line, telemetry=telemetry, cap=2.0)
         assert (signals.grad_norm is None) == (share > 0)  # there was no update
         assert signals.nonfinite_fraction == share

@@ -144,11 +144,14 @@ def test_a_call_is_answered_and_the_model_goes_on(file: str) -> None:
     tally = Tally()
     tally.extend(groups[0].samples)
     tool_tokens = len(TOKENIZER("\n<tool_response>2146</tool_response>=")["input_ids"])
-    assert tally.metrics() == {
-        "turns_mean": 1.5,
-        "tool_calls_mean": 0.5,
+    tally.extend([Trajectory([3], [-1.0], [1], finished=False, text="")])
+    assert tally.metrics(has_tools=False) == {"unfinished_fraction": 1 / 3}
+    assert tally.metrics(has_tools=True) == {
+        "unfinished_fraction": 1 / 3,
+        "turns_mean": 4 / 3,
+        "tool_calls_mean": 1 / 3,
         "tool_calls_failed_fraction": 0.0,
-        "tool_tokens_mean": tool_tokens / 2,
+        "tool_tokens_mean": tool_tokens / 3,
     }
 
 

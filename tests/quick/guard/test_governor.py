@@ -282,7 +282,7 @@ STEPS = st.lists(
         reward_mean=VALUES,
         entropy=VALUES,
         equal_group_fraction=VALUES,
-        response_tokens_mean=VALUES,
+        unfinished_fraction=VALUES,
     ),
     max_size=80,
 )

@@ -23,7 +23,7 @@ HEALTHY = Signals(
     reward_mean=0.4,
     entropy=0.5,
     equal_group_fraction=0.2,
-    response_tokens_mean=100.0,
+    unfinished_fraction=0.1,
     nonfinite_fraction=0.0,
 )
 
@@ -148,16 +148,10 @@ def test_equal_samples_stop_a_run_that_is_not_solved() -> None:
 
 
 def test_runaway_length_stops_a_run() -> None:
-    policy = collapse(max_response_tokens=1000)
-    state, made = run([{}] * 10 + [{"response_tokens_mean": 951.0}] * 20, policy=policy)
+    state, made = run([{}] * 10 + [{"unfinished_fraction": 0.96}] * 20)
     assert summary_of(made) == [(15, "runaway_length", "warn"), (30, "runaway_length", "stop")]
-    assert made[0].causes[0].text == "response_tokens_mean 951 above 950"
+    assert made[0].causes[0].text == "unfinished_fraction 0.96 above 0.95"
     assert state.stopped
-
-
-def test_length_without_a_limit_is_not_judged() -> None:
-    _, made = run([{"response_tokens_mean": 1e6}] * 100)
-    assert made == []
 
 
 def test_guards_that_may_not_stop_only_warn() -> None:
@@ -221,7 +215,7 @@ def test_what_an_own_reward_learned_in_its_first_steps_is_no_noise() -> None:
 @pytest.mark.parametrize("best", [0.01, 40.0, -0.5])
 def test_equal_samples_at_the_best_of_an_own_reward_are_a_solved_task(best: float) -> None:
     climb = [{"reward_mean": best - abs(best)}] * 10 + [{"reward_mean": best}] * 20
-    equal = {"equal_group_fraction": 1.0, "entropy": 0.0, "response_tokens_mean": 100.0}
+    equal = {"equal_group_fraction": 1.0, "entropy": 0.0, "unfinished_fraction": 1.0}
     _, made = run([*climb, *[{"reward_mean": best, **equal}] * 60], policy=collapse(**OWN))
     assert made == []
 

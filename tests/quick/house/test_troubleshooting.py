@@ -92,7 +92,7 @@ def test_every_signal_of_the_mismatch_is_there(sections: dict[str, str]) -> None
 
 def alarms() -> dict[str, str]:
     """What each guard's event says that it is, and the signal that it names: all of them at once in trouble."""
-    limits = Collapse(max_response_tokens=100)
+    limits = Collapse()
     memory = Watches(rewards=(1.0,) * 9, first_rewards=(1.0,) * 10, best_reward=0.8, first_entropies=(1.0,) * 5)
     signals = Signals(
         step=9,
@@ -101,7 +101,7 @@ def alarms() -> dict[str, str]:
         reward_mean=-9.0,
         entropy=0.0,
         equal_group_fraction=1.0,
-        response_tokens_mean=99.0,
+        unfinished_fraction=1.0,
     )
     level, signal_by_symptom = Level(Rung.OBSERVE, Scheme.INT8), {}
     for _ in range(max(limits.entropy.warn_after, limits.equal_samples.warn_after)):

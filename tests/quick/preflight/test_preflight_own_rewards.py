@@ -70,6 +70,7 @@ REMEDIES = {
     "there is no function": "use one of `g`",
     "no end after": "mend what takes so long, or raise task.reward_timeout_s",
     "its process ended": "mend the file: a reward must not end its process",
+    "returned None": "return a number: a function without `return` gives None",
 }
 OF_WRONG = (
     "mend the function, or task.truth, or take a reward that reads such answers; "
@@ -105,7 +106,7 @@ LENGTH = "UserCodeError: `f` returned a list of 2 for one completion, not a list
         pytest.param("def f(response):\n    while True: pass", CALL + ": no end after 4 s", marks=pytest.mark.slow),
         ("def f(response): return 'much'", CALL + ": the reward `f` returned 'much', not a finite number"),
         ("def f(response): return float('nan')", CALL + ": the reward `f` returned nan, not a finite number"),
-        ("def f(response): return None", "{file}:f: no reward applies to the truth of row 1"),
+        ("def f(response): return None", "{file}:f returned None to the truth of row 1, so no reward applies to it"),
         (
             "class R:\n    def __repr__(self): return 1 / 0\ndef f(response): return R()",
             FAILED + "ZeroDivisionError: division by zero (rewards.py, line 2)",

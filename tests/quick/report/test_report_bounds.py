@@ -83,8 +83,8 @@ def test_status_and_summary_have_it(run: tuple, capsys: pytest.CaptureFixture[st
     counted = f"fine in {num_fine} of {STEPS} steps"
     assert f"mismatch {counted}" in " ".join(capsys.readouterr().out.split())
     assert ("mismatch", counted) in summary_rows(plan, state, seconds=1.0, folder="a")
-    left = any("the mismatch left its bounds" in line for line in try_next(plan, state, folder="a"))
-    assert left == (word == "bad")
+    advised = any(f"the mismatch was bad in {STEPS} of {STEPS}" in line for line in try_next(plan, state, folder="a"))
+    assert advised == (word == "bad")
 
 
 def test_a_step_of_one_flow_on_a_gpu_is_judged_as_the_guard_does(tmp_path: Path, make_run: Callable) -> None:

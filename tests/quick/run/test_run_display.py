@@ -259,7 +259,7 @@ def test_summary_says_the_type_of_a_model_that_is_not_in_bf16(
 def test_summary_of_a_run_that_did_not(tmp_path: Path, small_plan: Callable, step_line: Callable) -> None:
     state = folded(step_line(1), step_line(2, is_weight_mean=3.0))
     assert summary.try_next(small_plan(tmp_path, steps=2), state, folder="runs/a") == (
-        "the mismatch left its bounds: compare with --set rollout.scheme=bf16",
+        "the mismatch was bad in 1 of 2 steps: compare with --set rollout.scheme=bf16",
         "the reward did not climb: more steps (--resume runs/a --set trainer.steps=4) or a higher learning rate",
         "appliance status runs/a",
     )
@@ -301,7 +301,19 @@ def test_summary_advises_no_scheme_that_the_recipe_refuses(
     for each, state in itertools.product(refusing, (well, ill)):
         assert not any("rollout.scheme" in line for line in summary.try_next(each, state, folder="a"))
     assert not any("rollout.scheme=bf16" in line for line in summary.try_next(alone, ill, folder="a"))
-    assert summary.try_next(one_flow, ill, folder="a")[0] == ("the mismatch left its bounds: report.html shows when")
+    assert (
+        summary.try_next(one_flow, ill, folder="a")[0] == "the mismatch was bad in 1 of 1 step: report.html shows when"
+    )
+
+
+@pytest.mark.parametrize(("num_bad", "is_advised"), [(0, False), (1, False), (2, False), (3, True)])
+def test_a_few_bad_steps_are_no_advice_to_change_the_scheme(
+    tmp_path: Path, small_plan: Callable, step_line: Callable, num_bad: int, is_advised: bool
+) -> None:
+    bad = (step_line(number, is_weight_mean=3.0) for number in range(1, num_bad + 1))
+    state = folded(*bad, *(step_line(number) for number in range(num_bad + 1, 9)), steps=8)
+    advice = summary.try_next(small_plan(tmp_path, steps=8), state, folder="a")
+    assert any("the mismatch was bad in" in line for line in advice) == is_advised
 
 
 def test_durations() -> None:

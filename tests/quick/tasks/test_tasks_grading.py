@@ -38,7 +38,9 @@ def test_anything_else_is_a_fault(value: object) -> None:
 def test_rewards_are_weighed_and_summed_and_what_does_not_apply_is_left_out() -> None:
     graded = weigh_rewards([("one", 1.0, 0.5), ("two", 0.25, -2.0), ("three", 9.0, None)])
     assert (graded, graded.parts) == (Graded(0.0), (("one", 0.5), ("two", -2.0)))
-    assert weigh_rewards([("one", 1.0, None)]) == Graded(0.0, Fault.NOT_A_GRADE, "no reward applies")
+    assert weigh_rewards([("one", 1.0, None)]) == Graded(
+        0.0, Fault.NOT_A_GRADE, "no reward applies: each returned None"
+    )
 
 
 @pytest.mark.parametrize("value", [1.01e15, -1e300])
