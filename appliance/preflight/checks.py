@@ -86,7 +86,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts, knows_device: b
         of_the_device(device.judge_parallel(plan, inputs.model_shape)),
         of_the_device(device.judge_gpu_memory(plan, host, inputs.model_shape)),
         _data(plan, inputs),
-        of_the_device(device.judge_gain(plan, shape=inputs.model_shape, stored=inputs.stored))
+        of_the_device(device.judge_gain(plan, host=host, shape=inputs.model_shape, stored=inputs.stored))
         if may_gain and (plan.is_cpu or host.gpus)
         else (),
         _folder(host),

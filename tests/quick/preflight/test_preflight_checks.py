@@ -117,8 +117,9 @@ def test_host(facts, finding):
 
 
 def test_a_slow_scheme_is_said_once():
-    for flags, codes in ((frozenset({"avx2"}), ["scheme-slow"]), (frozenset({"avx512_vnni"}), ["gain"])):
-        found = judge(planned(), host=dataclasses.replace(HOST, cpu_flags=flags), inputs=INPUTS)
+    kinds = ((("avx2",), ["scheme-slow"]), (("avx512_vnni",), ["gain"]), (("amx_int8", "amx_bf16"), ["gain"]))
+    for flags, codes in kinds:
+        found = judge(planned(), host=dataclasses.replace(HOST, cpu_flags=frozenset(flags)), inputs=INPUTS)
         assert [each.code for each in found if each.place == "rollout.scheme"] == codes
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import HOST, make_plan, make_rollout, with_trainer
+from plans import HOST, make_plan, make_rollout, on, with_trainer
 
 from appliance.finding import Severity
 from appliance.plan.bench_results import SchemeResult, result_key, write_result
@@ -21,8 +22,10 @@ from appliance.terms.shapes import KNOWN
 LARGE, SMALL = KNOWN["Qwen/Qwen2.5-32B"], KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
 
 
-def planned(scheme: Scheme = Scheme.INT8, *, response: int = 8192, **rollout: object) -> RunPlan:
-    plan = make_plan(Path("/runs/a-1"), rollout=make_rollout(scheme, **rollout))
+def planned(
+    scheme: Scheme = Scheme.INT8, *, response: int = 8192, device: str = "h100-80gb", **rollout: object
+) -> RunPlan:
+    plan = on(make_plan(Path("/runs/a-1"), rollout=make_rollout(scheme, **rollout)), device)
     task = plan.task.replace(max_response_tokens=response)
     return plan.replace(task=task)
 
@@ -44,7 +47,7 @@ def stored(ratio: float) -> StoredResult:
     ],
 )
 def test_a_measurement_decides(ratio: float, severity: Severity, text: str, remedy: str) -> None:
-    (only,) = judge_gain(planned(), shape=SMALL, stored=stored(ratio))
+    (only,) = judge_gain(planned(), host=HOST, shape=SMALL, stored=stored(ratio))
     assert (only.severity, only.message, only.remedy) == (severity, text, remedy)
 
 
@@ -67,20 +70,38 @@ def test_a_measurement_decides(ratio: float, severity: Severity, text: str, reme
     ],
 )
 def test_without_one_it_is_doubted(plan: RunPlan, shape, why: str) -> None:
-    (only,) = judge_gain(plan, shape=shape, stored=None)
+    (only,) = judge_gain(plan, host=HOST, shape=shape, stored=None)
     assert only.text == (
         f"info: rollout.scheme: `int8` may be no faster than `bf16` here: {why}; not measured on this host"
     )
     assert only.remedy == "`appliance bench RECIPE` measures it, in minutes"
 
 
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("avx512f", "avx512_vnni"), ""),
+        (
+            ("avx512_vnni", "amx_int8", "amx_bf16"),
+            "info: rollout.scheme: `int8` may be no faster than `bf16` here: this processor has AMX, with which BF16 "
+            "is fast as well; not measured on this host",
+        ),
+    ],
+)
+def test_on_a_cpu_its_kind_is_doubted_and_not_the_models_size(flags: tuple[str, ...], text: str) -> None:
+    findings = judge_gain(
+        planned(response=16, device="cpu"), host=replace(HOST, cpu_flags=frozenset(flags)), shape=SMALL, stored=None
+    )
+    assert [finding.text for finding in findings] == [text] * bool(text)
+
+
 def test_nothing_is_said_of_a_large_model_with_long_responses_nor_of_bf16() -> None:
-    assert list(judge_gain(planned(), shape=LARGE, stored=None)) == []
-    assert list(judge_gain(planned(Scheme.BF16, response=8), shape=SMALL, stored=stored(0.5))) == []
+    assert list(judge_gain(planned(), host=HOST, shape=LARGE, stored=None)) == []
+    assert list(judge_gain(planned(Scheme.BF16, response=8), host=HOST, shape=SMALL, stored=stored(0.5))) == []
 
 
 def test_a_result_of_another_scheme_says_nothing() -> None:
-    (only,) = judge_gain(planned(Scheme.FP8), shape=SMALL, stored=stored(0.5))
+    (only,) = judge_gain(planned(Scheme.FP8), host=HOST, shape=SMALL, stored=stored(0.5))
     assert only.severity is Severity.INFO
 
 
