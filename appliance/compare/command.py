@@ -53,18 +53,18 @@ _HEAD = (
     *("codes changed", "step", "run", "verdict"),
 )
 COLUMNS = (  # what they say, for the page in Markdown
-    "**final**: mean reward of the trained models, generating in BF16; **in its scheme**: the same by the trainer's last "
-    "validation, in the scheme that the run's rollouts had.",
+    "**final**: mean reward of the trained models, generating in BF16; **in its scheme**: the same by the trainer's "
+    "last validation, in the scheme that the run's rollouts had.",
     "**difference**, **95 % interval**: of `final`, by a bootstrap over seeds and problems.",
-    "**k3 median**, **k3 max**: how far the rollouts' policy was from the trainer's in a step, nats per token; over all "
-    "steps of all seeds.",
-    "**truncated**: share of a step's tokens whose weight the correction cut, or which it dropped, mean over all steps; "
-    "`-` where there is no correction.",
+    "**k3 median**, **k3 max**: how far the rollouts' policy was from the trainer's in a step, nats per token; over "
+    "all steps of all seeds.",
+    "**truncated**: share of a step's tokens whose weight the correction cut, or which it dropped, mean over all "
+    "steps; `-` where there is no correction.",
     "**codes changed**: share of the quantised weights' codes that one weight update changed, median.",
     "**step**: seconds of a step, median; **run**: seconds of a whole run, mean.",
-    "**verdict**: where the whole interval lies: *within* the margin (the number after ±), below it (*fails*), above it "
-    "(*better*), or across one of its bounds (*open*). In brackets: seeds whose own interval lies below it, or that a "
-    "guard stopped.",
+    "**verdict**: where the whole interval lies: *within* the margin (the number after ±), below it (*fails*), above "
+    "it (*better*), or across one of its bounds (*open*). In brackets: seeds whose own interval lies below it, or that "
+    "a guard stopped.",
 )
 _CURVES = {  # name in our JSON: that in metrics.jsonl
     "step": "step",

@@ -262,6 +262,13 @@ def test_markdown_has_a_line_per_run(shown: ComparisonReport) -> None:
     assert own.split(" | ")[7:9] == ["0.9000", "2.0e-04"]
 
 
+def test_markdown_explains_every_column(shown: ComparisonReport) -> None:
+    text = markdown(shown)
+    head = next(line for line in text.splitlines() if line.startswith("| arm | "))
+    explained = text.partition("## What the columns say")[2].partition("## By seed")[0]
+    assert sorted(re.findall(r"\*\*(.+?)\*\*", explained)) == sorted(head.strip("| ").split(" | ")[1:])
+
+
 def test_a_verdict_from_fewer_seeds_than_asked_says_so() -> None:
     runs = [*(a_run("base", seed=seed, right=380) for seed in (0, 1, 2)), a_run("arm", seed=0, right=380)]
     row = judge(runs, arms=["base", "arm"], baseline="base", margin=MARGIN, seeds=3)[1]
