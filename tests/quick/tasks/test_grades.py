@@ -2,7 +2,7 @@
 
 A line is (what, reward, truth, response, grade). `reported.tsv` has 30 that were graded wrongly before; `own.tsv` has
 right and wrong answers of each kind of notation, mark and trap. `independent.tsv` and `traps.tsv` were graded by people
-who had not seen the grader, the second of them to break one; 457 lines of the first came when the grader was done.
+who had not seen the grader, the second of them to break one; 447 lines of the first came when the grader was done.
 """
 
 from __future__ import annotations
