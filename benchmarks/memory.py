@@ -83,6 +83,15 @@ CASES = {  # by name: the recipe, and what is set in it
     "SmolLM2, adapter alone, INT8 base": (SMOLLM2, (*OF_SMOLLM2, *ADAPTER)),
     "SmolLM2, adapter alone, INT4 base": (SMOLLM2, (*OF_SMOLLM2, *ADAPTER, "rollout.scheme=int4")),
 }
+OF_SMOLLM2_CASES = tuple(case for case in CASES if case.startswith("SmolLM2"))
+WORKLOADS = (  # cases, and what their runs do
+    (
+        tuple(SIZES),
+        f"Qwen2 with random weights: 10 steps with INT8 rollouts of 32 sequences of up to {LONGEST} tokens.",
+    ),
+    (("built-in",), "The built-in model: 10 steps with INT8 rollouts, as the demo's recipe has them."),
+    (OF_SMOLLM2_CASES, "SmolLM2-135M: 2 steps of 48 sequences of up to 80 tokens, adapters of rank 16."),
+)
 FULL, WITH_INT4_BASE = "SmolLM2, all weights, BF16", "SmolLM2, adapter alone, INT4 base"
 
 # How a command line tells which role a process has; the first that fits counts. What fits none is Ray's.
@@ -365,13 +374,18 @@ def write(folder: Path, runs: dict[str, Run], *, states: list[State]) -> None:
 def page(runs: list[Run], *, states: list[State], where: dict[str, object]) -> Iterator[str]:
     yield "# Memory of a run without a GPU, estimated and measured"
     yield ""
-    yield "Made by `python -m benchmarks.memory -o docs/results`; every number is in `memory.json`."
+    yield "How near does the estimate of `appliance plan` come to the memory that a run without a GPU holds? Each"
+    yield "model is trained as a user would train it. What else is known of the estimate is below the tables."
+    yield ""
+    yield "Made by `python -m benchmarks.memory -o docs/results`; every number is in [memory.json](memory.json)."
     yield f"Last taken on {where['date']}: {where['processor']}, {where['cores']} cores, CPython {where['python']}."
     yield ""
-    yield "Qwen2 with random weights and the built-in model: 10 steps with INT8 rollouts, of 32 sequences of up to"
-    yield f"{LONGEST} tokens, or as the recipe has it. SmolLM2-135M: 2 steps of 48 sequences of up to 80 tokens,"
-    yield "adapters of rank 16. A save at the end of each. Proportional set size of all processes, GB, at the moment"
-    yield "when all together held most. The estimate takes each role at its own largest moment."
+    measured_cases = {run.measured.case for run in runs}
+    yield from (text for cases, text in WORKLOADS if not measured_cases.isdisjoint(cases))
+    yield "A save is at the end of each. A role has one or more processes; its size, in GB, is the sum of their"
+    yield "proportional set sizes (a page that two processes share counts half in each) at the moment when all roles"
+    yield "together held most. The last column names the phase of that moment. The estimate takes each role at its own"
+    yield "largest moment. *ratio* is the estimate divided by what was measured."
     yield ""
     yield "| model | " + " | ".join(f"{role}: estimated, measured" for role in Role) + " | all | ratio | held most in |"
     yield "| --- |" + " --- |" * (len(Role) + 3)
@@ -390,8 +404,8 @@ def page(runs: list[Run], *, states: list[State], where: dict[str, object]) -> I
         full, codes = states
         yield ""
         yield "**Weights, gradients and optimizer** of the trainer of SmolLM2-135M between two updates, in a process"
-        yield "that holds nothing else, MB. With codes these are codes, what multiplies by them, and the dequantised"
-        yield "weights that gradients are computed with, where the plan keeps those (here it does)."
+        yield "that holds nothing else, MB. Beside an INT4 base these are its codes, what multiplies by them, and the"
+        yield "dequantised weights that gradients are computed with, where the plan keeps those (here it does)."
         yield ""
         yield "| | estimated | measured |"
         yield "| --- | --- | --- |"
