@@ -39,6 +39,13 @@ def start_once(folder: Path, variables: dict[str, str]) -> tuple[float, float]:
     return took, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+ABOUT = (
+    "How much later does an engine of vLLM start when the plugin is loaded? Both kinds of process start the same",
+    "small engine in turns. Seconds are medians of the starts, from the start of the process to that of the engine;",
+    "*later* is the median of the turns' differences.",
+)
+
+
 def table(times_by_side: dict[str, list[tuple[float, float]]]) -> str:
     """Medians, and of the second side what it takes more in the median pair."""
     plain, ours = times_by_side.values()
@@ -72,9 +79,9 @@ def main() -> int:
                 took = start_once(Path(folder), variables)
                 times_by_side[name] += [took] if turn >= 0 else []
     page = (
-        f"# An engine's start with the plugin\n\n`python -m benchmarks.plugin_start`, {datetime.date.today()}: "
-        f"vLLM {vllm_version()}, {processor()}, {usable_cores()} threads. Medians of {options.turns}\nstarts of each, "
-        f"in turns; *later* is that of the turns' differences.\n\n{table(times_by_side)}"
+        "\n".join(("# An engine's start with the plugin", "", *ABOUT, ""))
+        + f"\n`python -m benchmarks.plugin_start`, {datetime.date.today()}: vLLM {vllm_version()}, {processor()}, "
+        f"{usable_cores()} threads, {options.turns} starts of each.\n\n{table(times_by_side)}"
     )
     console.out(page)
     if options.output is not None:

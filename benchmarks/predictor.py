@@ -106,6 +106,16 @@ def _spread(factors: Sequence[float]) -> tuple[float, float]:
     return math.exp(mean(logs)), math.exp(stdev(logs))
 
 
+ABOUT = (
+    "Which number of a profile predicts the mismatch of a run better: the exact KL of the next-token distributions,",
+    "or k3, its estimate by the tokens that were drawn? All are nats per token. *tokens of the profile* is how many",
+    "both predictions are from; *measured k3* is the run's mismatch, the median of its first three steps that have",
+    "one. *measured / KL* and *measured / k3* are the factors by which a prediction is too low. A prediction that is",
+    "always off by the same factor is a good one; so the better one is that whose factors vary less. In the second",
+    "table the factors' mean is the geometric one, and *its spread* the factor of one standard deviation.",
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="+", help="folder of a run")
@@ -120,7 +130,7 @@ def main() -> int:
     if not any(comparison.predicted for comparison in comparisons):
         raise EngineError("no run has a prediction and a measurement", hint="give runs with a profile of their own")
     head = f"Made by `python -m benchmarks.predictor`. {datetime.date.today()}: {processor()}."
-    text = "\n".join(["# KL or k3", "", head, "", *page(comparisons), ""])
+    text = "\n".join(["# KL or k3", "", *ABOUT, "", head, "", *page(comparisons), ""])
     console.out(text)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)

@@ -123,16 +123,25 @@ def cost_of(run: Path) -> Cost:
     )
 
 
+ABOUT = (
+    "How much of a training's time do rewards take, and do slow ones overlap with the rollouts? Rewards are computed",
+    "in a pool of as many processes as the run had. First, trivial rewards beside as many steps of the run as make as",
+    "many samples. Then slow ones, beside an engine that is as fast as the pool.",
+)
+
+
 def markdown(cost: Cost, where: Where) -> str:
     first, second = cost.lines
     lines = [
         "# What rewards cost",
         "",
+        *ABOUT,
+        "",
         f"Made by `python -m benchmarks.rewards RUN -o docs/results`, RUN of `{where.recipe}`.",
         f"Taken on {where.text}.",
         "",
-        f"* {first}. As if nothing overlapped.",
-        f"* {second}. That a training's rollouts do overlap with its rewards is held by",
+        f"* {first}. This counts the rewards as if nothing overlapped.",
+        f"* {second}. That the rollouts of a training do overlap with its rewards is checked by",
         "  `test_a_slow_reward_overlaps_with_rollouts_that_still_run`.",
     ]
     return "\n".join(lines) + "\n"

@@ -134,6 +134,14 @@ def table_row(name: str, shapes: Shapes, *, rows: int, steps: Sequence[Step]) ->
     return "| " + " | ".join(cells) + " |"
 
 
+ABOUT = (
+    "How much of a decoding step goes into drawing the samples, by vLLM's own sampler and by ours, which draws by",
+    "seed and position? Both draw in turns in one engine, for requests that all have a seed. For each sampler: the",
+    "milliseconds that it draws in, those of the whole step, and the share. Drawing is all between logits and words;",
+    "log-probs, which both compute alike, are in the step and not in the drawing.",
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling", description=__doc__)
     parser.add_argument(
@@ -157,11 +165,13 @@ def main() -> int:
     lines = [
         "# Drawing samples, of a decoding step",
         "",
+        *ABOUT,
+        "",
         f"`python -m benchmarks.sampling`, {datetime.date.today()}: {processor()}, {threads} threads. {options.scheme} "
         f"rollouts, random weights, {options.steps} steps in turns, medians. The bar is {100 * BAR:.0f} %.",
         "",
-        "| shapes | words | sequences | vLLM's own draws in | of a step of | share | by seed and position | of a step "
-        "of | share |",
+        "| shapes | words | sequences | vLLM's sampler draws in | of a step of | share | ours draws in | of a step of "
+        "| share |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in options.model or MODELS:

@@ -164,6 +164,14 @@ def updates(
     return seconds, processor_s, memory
 
 
+ABOUT = (
+    "What do the log-probs of the most likely words at each token, which score centering needs, cost in rollouts and",
+    "in an update? Shapes of SmolLM2-135M, random weights; every second turn reports the words in the rollouts, and",
+    "centers with them in the update. Seconds are wall time, *processor s* those of all threads, medians of the",
+    "turns; *ratio* is the median of the turns' ratios, with its range.",
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=12)
@@ -193,9 +201,11 @@ def main() -> int:
     lines = [
         "# The most likely words of each token: their cost",
         "",
+        *ABOUT,
+        "",
         f"`python -m benchmarks.score_centering`, {datetime.date.today()}: {processor()}, {options.threads} threads. "
         f"{options.prompts} prompts of {options.samples} samples, {options.prompt_tokens} and "
-        f"{options.response_tokens} tokens, INT8 rollouts, {options.words} words at each response token.",
+        f"{options.response_tokens} tokens each, INT8 rollouts, {options.words} words at each response token.",
         "",
         f"| | without | with {options.words} words | ratio |",
         "| --- | --- | --- | --- |",

@@ -83,6 +83,14 @@ def imports_table(turns: list[dict[str, float]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+ABOUT = (
+    "How long does `make demo` take from the command to the end of its first step, phase by phase, when its model and",
+    "profile are in the cache? Seconds are medians over the starts. A phase begins with its event, the first one with",
+    "the command. *processor seconds* are those of all processes. The table of imports has what each module of",
+    "`IMPORTS` in `trainer/entry.py` adds to those before it, in a process of its own.",
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
@@ -92,7 +100,8 @@ def main() -> int:
         where = Where.now(RECIPE)
         runs = [run(Path(folder), f"turn-{turn}") for turn in range(TURNS)]
         imported = [imports(Path(folder)) for _ in range(TURNS)]
-    page = f"Made by `python -m benchmarks.start`. {where.text}.\n\n{table(runs)}\n{imports_table(imported)}"
+    head = "\n".join(("# From the command to the first step", "", *ABOUT, ""))
+    page = f"{head}\nMade by `python -m benchmarks.start`. {where.text}.\n\n{table(runs)}\n{imports_table(imported)}"
     console.out(page)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

@@ -122,6 +122,13 @@ def cost_of(run_dir: Path) -> Cost:
     return Cost(steps)
 
 
+ABOUT = (
+    "How much of a training step goes into measuring: the mismatch in the trainer, and what became of the codes in",
+    "the engines? Both times are of the same steps. The first step is left out, in which much happens for the first",
+    "time.",
+)
+
+
 def write(folder: Path, *, cost: Cost, where: Where) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     document = {"schema_version": 1, **asdict(where), "steps": [asdict(each) for each in cost.steps]}
@@ -133,7 +140,9 @@ def write(folder: Path, *, cost: Cost, where: Where) -> None:
     lines = [
         "# What measuring costs of a step",
         "",
-        "Made by `python -m benchmarks.telemetry -o docs/results`; every number is in `telemetry.json`.",
+        *ABOUT,
+        "",
+        "Made by `python -m benchmarks.telemetry -o docs/results`; [telemetry.json](telemetry.json) has every number.",
         f"Taken on {where.text}.",
         "",
         f"Recipe `{where.recipe}`, medians of {cost.text}.",

@@ -159,6 +159,14 @@ def row_of(name: str, log_probs_N: Tensor, *, rollout_N: Tensor) -> str:
     return f"| {name} | {mean:.4f} | {error:.4f} | {off} | {float(weights_N.max()):.2f} | {equal:.1%} |"
 
 
+ABOUT = (
+    "Are importance weights right when rollouts are sampled with top-p, which leaves out the least likely words? Then",
+    "the mean of the weights, p_trainer / p_rollout, is 1 within its error, if both are taken over the words that a",
+    "token was drawn from. *errors from 1* is how many standard errors the mean is from 1; *equal bit for bit* the",
+    "share of tokens whose log-prob is the engine's.",
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -191,6 +199,8 @@ def main() -> int:
     sizes_N = rollouts.support.size_R.double()
     lines = [
         "# Importance weights with top-p",
+        "",
+        *ABOUT,
         "",
         f"`python -m benchmarks.top_p`, {datetime.date.today()}: {processor()}, threads: {options.threads}, model "
         f"`{options.model.name}`, INT8 rollouts without a profile, temperature 1, `top_p` {options.top_p:g}, "

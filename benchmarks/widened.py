@@ -56,6 +56,14 @@ def row(size: int, dtype: torch.dtype, layout: str) -> str:
     return f"| {' | '.join(cells)} | {ratio:.1f} |"
 
 
+ABOUT = (
+    "How fast are torch's products of BF16 and FP16 on this processor, compared with converting both matrices to",
+    "float32, multiplying, and converting the result back? Milliseconds are medians of the turns, *times as fast* the",
+    "median of the turns' ratios. *x w^T* is the product of a forward, *dy w* and *dy^T x* are those of a backward,",
+    "of square matrices. Types for which a run takes the way through float32 on this processor are *widened*.",
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="folder for widened.md")
@@ -66,7 +74,8 @@ def main() -> int:
     names = ", ".join(sorted(str(each).removeprefix("torch.") for each in widened_types())) or "none"
     head = f"Made by `python -m benchmarks.widened`. {datetime.date.today()}: {processor()}, one core. "
     head += f"Widened here: {names}."
-    page = head + "\n\n" + "\n".join(lines) + "\n"
+    title = "# Products in BF16 and FP16, or through float32"
+    page = "\n".join([title, "", *ABOUT, "", head, "", *lines, ""])
     console.out(page)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.rewards import Cost, markdown
+from benchmarks.rewards import ABOUT, Cost, markdown
 from benchmarks.telemetry import Where
 
 COST = Cost(rounds_s=(4.0, 3.0, 5.0), step_s=(5.0, 6.0, 4.0), in_a_step=250, slow_s=20.5, workers=1)
@@ -38,10 +38,12 @@ def test_the_page_says_where_and_of_what() -> None:
     assert markdown(COST, where).splitlines() == [
         "# What rewards cost",
         "",
+        *ABOUT,
+        "",
         "Made by `python -m benchmarks.rewards RUN -o docs/results`, RUN of `own-task`.",
         "Taken on 2026-11-23: a processor, 2 cores, of which others used 2% before.",
         "",
-        f"* {COST.lines[0]}. As if nothing overlapped.",
-        f"* {COST.lines[1]}. That a training's rollouts do overlap with its rewards is held by",
+        f"* {COST.lines[0]}. This counts the rewards as if nothing overlapped.",
+        f"* {COST.lines[1]}. That the rollouts of a training do overlap with its rewards is checked by",
         "  `test_a_slow_reward_overlaps_with_rollouts_that_still_run`.",
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import TrainingError
-from benchmarks.telemetry import Where, cost_of, write
+from benchmarks.telemetry import ABOUT, Where, cost_of, write
 
 
 def write_steps(folder: Path, *steps: tuple[int, float, float]) -> Path:
@@ -38,7 +38,9 @@ def test_the_page_has_every_step_and_says_beside_what_it_was_taken(tmp_path: Pat
         {"step": 3, "telemetry_s": 0.04, "step_s": 2.0},
     ]
     assert (tmp_path / "results" / "telemetry.md").read_text().splitlines()[2:] == [
-        "Made by `python -m benchmarks.telemetry -o docs/results`; every number is in `telemetry.json`.",
+        *ABOUT,
+        "",
+        "Made by `python -m benchmarks.telemetry -o docs/results`; [telemetry.json](telemetry.json) has every number.",
         f"Taken on 2026-11-22: a processor, 2 cores, of which others used {busy:.0%} before{warns}.",
         "",
         f"Recipe `a-recipe`, medians of {cost.text}.",
