@@ -505,18 +505,26 @@ def page(options: argparse.Namespace, *, mix: Mix) -> Iterator[str]:
     yield "# One precision flow, measured"
     yield ""
     yield fill(
+        "How long does a training step take when all of it is in BF16, when rollouts are in INT8, and in one flow, "
+        "where the trainer computes in INT8, too? Not whole trainings are measured, but their parts, at the width of "
+        "a large model.",
+        PAGE_WIDTH,
+    )
+    yield ""
+    yield fill(
         f"`python -m benchmarks.one_flow`, {today}: {processor()}, {options.threads} threads of {os.cpu_count()} "
         f"cores, of which others used {busy:.0%} just before; torch {torch.__version__}. One decoder layer of "
-        f"`{options.shapes}`, random weights, a vocabulary of {shapes.vocabulary}. Seconds, medians of {options.turns} "
-        "turns; ratios are how many times as fast, medians of those of the turns, and their range.",
+        f"`{options.shapes}`, random weights, a vocabulary of {shapes.vocabulary}. Times are seconds, medians of "
+        f"{options.turns} turns. *to all BF16* and *ratio* say how many times as fast, as the median of the turns' "
+        "ratios and their range.",
         PAGE_WIDTH,
     )
     yield ""
     yield fill(
         f"A step: {mix}. Training is FSDP2 of one rank, activations recomputed; BF16 trains packed rows with the "
         f"trainer's attention. Rollouts are real engines of {ENGINE_LAYERS} layers, halved. `sync` is what both ends "
-        "compute, without transport; in one flow the trainer checks, quantises and packs too. Its log-probs are the "
-        "rollouts', so the last row leaves that pass out.",
+        "compute, without transport; in one flow the trainer checks, quantises and packs, too. Its log-probs are "
+        "those of the rollouts, so that the pass for them can be left out, as in the last row.",
         PAGE_WIDTH,
     )
     yield ""
@@ -544,7 +552,7 @@ def page(options: argparse.Namespace, *, mix: Mix) -> Iterator[str]:
     yield ""
     sizes = ", ".join(f"{side} {size / 2**20:.0f} MiB" for side, size in saved.items())
     share = saved[FLOW] / saved[BF16]
-    yield f"Kept for backward by a layer for {SAVED_TOKENS} tokens, nothing recomputed: {sizes}, {share:.2f} of it."
+    yield f"A layer keeps for backward, of {SAVED_TOKENS} tokens, nothing recomputed: {sizes}, {share:.2f} of it."
     yield ""
     yield from equal_page(threads=options.threads)
 

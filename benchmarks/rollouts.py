@@ -249,6 +249,14 @@ def measure_shares(folder: Path, *, scheme: Scheme) -> None:
     file.write_text(json.dumps(known | {str(scheme): parts}, indent=1) + "\n")
 
 
+ABOUT = (
+    "How many times as fast are whole rollouts with INT8 as with BF16? *BF16, s* and *INT8, s* are seconds for 1,000",
+    "tokens, medians; the ratios are those of single pairs, median and extremes. *by processor time* compares what",
+    "each side took of the processor, whatever else ran. *other work* is the share of all cores that other processes",
+    "used meanwhile.",
+)
+
+
 def page(folder: Path) -> str:
     """What the files of the folder say, those that are there."""
     cases = {name: case.file(folder) for name, case in CASES.items()}
@@ -275,7 +283,7 @@ def page(folder: Path) -> str:
     if shares.exists():
         lines += ["", *_shares_table(json.loads(shares.read_text()))]
     hosts = dict.fromkeys(f"{result['date']}: {result['host']}" for result in results.values())
-    return "\n".join(["# INT8 against BF16, whole rollouts", "", *hosts, "", *lines]) + "\n"
+    return "\n".join(["# INT8 against BF16, whole rollouts", "", *ABOUT, "", *hosts, "", *lines]) + "\n"
 
 
 def _row(label: str, by_clock: list[list[Pair]], *, bar: str, others: str) -> str:

@@ -38,11 +38,17 @@ if TYPE_CHECKING:
 SCHEMES = tuple(Scheme)
 MAX_RATIO = 1.3  # of a quantised update to BF16's
 MAX_PROOF_SHARE = 0.05
-LEGEND = """update: seconds of the worker, from the first tensor to the last proof. Proof's share: of the update without
-digests, mean over all updates; telemetry (changed codes, saturation, drift, errors) apart. Extra memory: most that
-tensors took above what they took before, from PyTorch's record of its allocations, over a round of proofs more that
-is not in the times. Waiting: most, as sent, of layers that were not complete. FP8 is emulated. The
-updates are a whole round of proofs where there are eight times as many as a layer waits for its turn: within it every
+ABOUT = """How much longer does an engine take to load a set of new weights when it quantises and proves them, compared with
+BF16? One engine of each scheme takes the same tensors, in turns."""
+LEGEND = """* **update**: seconds of the worker, from the first tensor to the last proof.
+* **to BF16**: the same as a multiple of BF16's.
+* **digests**, **proof**, **telemetry** (changed codes, saturation, drift, errors): seconds of an update for each.
+* **proof's share**: of the update without digests, mean over all updates.
+* **extra memory**: the most that tensors took above what they took before, from PyTorch's record of its allocations,
+  over one more round of proofs, which is not in the times.
+* **waiting**: the most that layers held, as sent, while a part of them had not come.
+
+FP8 is emulated. A whole round of proofs takes eight times as many updates as a layer waits for its turn: in it every
 layer is asked eight times, and once, with all others, about everything that it holds."""
 
 
@@ -307,7 +313,8 @@ def _heading(shapes: Shapes, options: argparse.Namespace) -> str:
     millions = (per_layer * shapes.layers + 2 * shapes.vocabulary * shapes.hidden) / 1e6
     proven = "all" if options.prove_every == 1 else f"1 of {options.prove_every}"
     return (
-        f"# A weight update, scheme for scheme\n\n{options.shapes}, {shapes.layers} layers, {millions:.0f} million "
+        f"# A weight update, scheme for scheme\n\n{ABOUT}\n\n"
+        f"{options.shapes}, {shapes.layers} layers, {millions:.0f} million "
         f"parameters, a decoder layer {per_layer * 2 / 2**20:.0f} MiB in BF16; {options.pairs} updates of each in "
         f"turns, medians; layers proven at each update: {proven}; {options.threads} threads on {platform.machine()}, "
         f"torch {torch.__version__}, vLLM {vllm.__version__}."

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
 PLAIN = "vLLM, BF16"
 OURS = ("bf16", "int8")
-LEGEND = """update: seconds from the first tensor to the end; processor s: of all threads. To vLLM's: ratios of the
-turns, their median and range.
-Extra memory: most that tensors took above what they took before, from PyTorch's record of its allocations, in two more
-updates; beside it, in decoder layers of BF16."""
+ABOUT = """What does a weight update cost that a trainer sends to vLLM by `load_weights`, when `FLASHRL_CONFIG` lets vLLM
+quantise and prove the weights? *vLLM, BF16* is vLLM's own, unproven; `FLASHRL_CONFIG=bf16` and `=int8` are ours."""
+LEGEND = """* **update**: seconds from the first tensor to the end; **processor s**: of all threads.
+* **to vLLM's**: as a multiple of vLLM's own in the same turn, median and range of the turns.
+* **extra memory**: the most that tensors took above what they took before, from PyTorch's record of its allocations, in
+  two more updates; and the same in decoder layers of BF16."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def heading(options: argparse.Namespace, *, layer_bytes: int) -> str:
     import vllm
 
     return (
-        f"# An update by load_weights, beside plain vLLM\n\n{options.shapes}, {options.layers} layers of "
+        f"# An update by load_weights, beside plain vLLM\n\n{ABOUT}\n\n{options.shapes}, {options.layers} layers of "
         f"{layer_bytes / 2**20:.0f} MiB in BF16; {options.turns} updates of each engine in turns, medians; every layer "
         f"proven at each; {options.threads} threads on {platform.machine()}, torch {torch.__version__}, "
         f"vLLM {vllm.__version__}."

@@ -10,12 +10,19 @@ from statistics import median
 from typing import Any
 
 from appliance.errors import TrainingError
+from appliance.terms.counts import counted
 from benchmarks.demo import MAX_BUSY
 from benchmarks.step.systems import PROMPTS, RESPONSE_TOKENS, SAMPLES, VERL, Lines, Setting
 
 PHASES = ("rollout_s", "logprob_s", "update_s", "sync_s")
 _HEAD = ("system", "a step, s", "spread", "steps", "÷ ours", "tokens of a response")
 
+ABOUT = (
+    "How long does a training step of a real model take with this program, and with what people would use instead? *a",
+    "step* is the median of the counted steps, *spread* the smallest and the largest of them, *÷ ours* their median",
+    "as a multiple of ours. The last four columns are the parts of a step, in seconds; `-` where a system does not",
+    "report them or has none.",
+)
 _BARE_VERL = """\
 *verl* is version 0.9.1 by its own entry point and with its own settings. On a CPU it does not run without three
 additions, and has no others: a platform for a CPU, a process group that torch does not refuse, and vLLM's own layerwise
@@ -122,12 +129,12 @@ def document(trainings: Trainings, *, systems: Iterable[str], rounds: int) -> di
 def page(content: dict[str, Any]) -> str:
     """The tables: each system's median step, its spread, its ratio to ours and its phases; and what was tried."""
     measured = [Measured(**{**one, "step_s": tuple(one["step_s"])}) for one in content["measured"]]
-    counted = [one for one in measured if one.round]
-    ours = median(_seconds(counted, "ours")) if "ours" in content["systems"] else None
+    of_rounds = [one for one in measured if one.round]
+    ours = median(_seconds(of_rounds, "ours")) if "ours" in content["systems"] else None
     rows = []
     for system in content["systems"]:
-        trainings = [one for one in counted if one.system == system]
-        seconds = _seconds(counted, system)
+        trainings = [one for one in of_rounds if one.system == system]
+        seconds = _seconds(of_rounds, system)
         mark = "~" if any(one.busy > MAX_BUSY for one in trainings) else ""
         tokens = median(value for one in trainings for value in one.response_tokens)
         ratio = "-" if ours is None else f"{median(seconds) / ours:.2f}"
@@ -141,14 +148,16 @@ def page(content: dict[str, Any]) -> str:
         [
             "# A step on a real model",
             "",
-            "Made by `python -m benchmarks.step`; every number is in `step.json`.",
+            *ABOUT,
+            "",
+            "Made by `python -m benchmarks.step`; every number is in [step.json](step.json).",
             f"Begun on {content['date']}, commit {content['commit']}: {content['processor']}, "
             f"{content['cores']} cores, CPython {content['python']}. Times with ~ were taken while the machine had "
             f"other work.{kernels}",
             "",
             f"{content['model']}, {PROMPTS} prompts with {SAMPLES} samples of at most {RESPONSE_TOKENS} tokens, one "
-            f"update a step. {content['rounds']} rounds in which the systems took turns, each a training of "
-            f"{content['steps']} steps in fresh processes, the first of them left out: medians of all others.{old}",
+            f"update a step. {counted(content['rounds'], 'round')} in which each system trained once, in fresh "
+            f"processes, for {content['steps']} steps. The first step of a training is left out.{old}",
             "",
             f"| {' | '.join(head)} |",
             f"|{' --- |' * len(head)}",
