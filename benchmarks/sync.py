@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SCHEMES = tuple(Scheme)
 MAX_RATIO = 1.3  # of a quantised update to BF16's
 MAX_PROOF_SHARE = 0.05
-ABOUT = """How much longer does an engine take to load a set of new weights when it quantises and proves them, compared with
+ABOUT = """How much longer does an engine take to load new weights when it quantises and proves them, compared with
 BF16? One engine of each scheme takes the same tensors, in turns."""
 LEGEND = """* **update**: seconds of the worker, from the first tensor to the last proof.
 * **to BF16**: the same as a multiple of BF16's.

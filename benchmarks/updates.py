@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PLAIN = "vLLM, BF16"
 OURS = ("bf16", "int8")
-ABOUT = """What does a weight update cost that a trainer sends to vLLM by `load_weights`, when `FLASHRL_CONFIG` lets vLLM
+ABOUT = """What does a weight update by `load_weights` cost when `FLASHRL_CONFIG` lets vLLM
 quantise and prove the weights? *vLLM, BF16* is vLLM's own, unproven; `FLASHRL_CONFIG=bf16` and `=int8` are ours."""
 LEGEND = """* **update**: seconds from the first tensor to the end; **processor s**: of all threads.
 * **to vLLM's**: as a multiple of vLLM's own in the same turn, median and range of the turns.
