@@ -121,6 +121,17 @@ def table(profile: Profile, *, measure: Callable[[frozenset[str]], Predicted]) -
     return lines
 
 
+ABOUT = (
+    "A budget for the mismatch keeps some layers in BF16. In which order should they be chosen?",
+    "`quantization.mismatch_budget` takes those first that contribute most to the mismatch for each multiplication",
+    "(*contribution*). Before it, `quantization.error_budget` took those with the largest relative error of their own",
+    "outputs (*error*). Each row may have the share *most in BF16* of the multiplications in BF16; the orders fill it",
+    "as far as whole layers allow. *layers* is how many that are, *in BF16* their real share, and the predicted KL",
+    "and k3 are nats per token between the quantised model and the BF16 trainer, on the same text and with the same",
+    "smoothing.",
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, help="plan.json of a run")
@@ -135,7 +146,8 @@ def main() -> int:
     number = profile.predicted.tokens if profile.predicted else 0
     head = f"Made by `python -m benchmarks.budget`. {datetime.date.today()}: {processor()}. "
     head += f"{Path(job.model).name}, {len(samples)} answers of its own, {number} tokens."
-    text = "\n".join(["# By a layer's error or by its contribution", "", head, "", *lines, ""])
+    title = "# Which layers stay in BF16: by their error, or by their contribution"
+    text = "\n".join([title, "", *ABOUT, "", head, "", *lines, ""])
     console.out(text)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)

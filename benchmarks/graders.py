@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, help="folder for graders.json")
     arguments = parser.parse_args()
     results = [result for path in arguments.files for result in measure(path)]
-    header = "| answers | grader | of | earn | wrong that earn | right that do not | unlike ours | ms each |"
+    header = "| answers | grader | number | earn | wrong that earn | right that do not | unlike ours | ms each |"
     lines = [
         f"| {each.file} | {each.grader} | {each.answers} | {each.earned} | {each.wrong_that_earn} | "
         f"{each.right_that_do_not} | {each.unlike_ours} | {each.ms_each:g} |"

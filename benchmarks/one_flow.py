@@ -532,6 +532,8 @@ def page(options: argparse.Namespace, *, mix: Mix) -> Iterator[str]:
     yield "| --- |" + " --- |" * 7
     yield from step_rows(of_rollouts, parts)
     yield ""
+    yield "The parts of a step:"
+    yield ""
     yield f"| of a step, {mix.tokens} tokens | BF16 | {FLOW} | ratio |"
     yield "| --- |" + " --- |" * 3
     yield row("rollouts", of_rollouts)
@@ -540,10 +542,14 @@ def page(options: argparse.Namespace, *, mix: Mix) -> Iterator[str]:
     yield row("log-probs, with the trainer's quantising", {BF16: parts.log_probs[BF16], FLOW: with_quantising})
     yield row("update: forward twice, backward", parts.update)
     yield ""
+    yield "The pass for log-probs by the number of tokens:"
+    yield ""
     yield f"| log-prob pass, sequences of {mix.length} | BF16 | {FLOW} | ratio |"
     yield "| --- |" + " --- |" * 3
     for tokens, times in parts.of_tokens.items():
         yield row(f"{tokens} tokens", times)
+    yield ""
+    yield "The head, which has the model's whole vocabulary here and is in BF16 on both sides:"
     yield ""
     yield f"| head, {HEAD_TOKENS} tokens, {VOCABULARY} words, BF16 on both sides | BF16 | {FLOW} | ratio |"
     yield "| --- |" + " --- |" * 3
@@ -560,8 +566,9 @@ def page(options: argparse.Namespace, *, mix: Mix) -> Iterator[str]:
 def equal_page(*, threads: int) -> Iterator[str]:
     today = datetime.date.today().isoformat()
     yield fill(
-        f"Tokens whose log-prob in training is the engine's, {EQUAL_LAYERS} layers of `qwen2.5-0.5b`, random weights; "
-        f"`--equal`, {today}: {processor()}, {threads} threads:",
+        "**Equal tokens.** How many tokens have the engine's log-prob in training, bit for bit: "
+        f"{EQUAL_LAYERS} layers of `qwen2.5-0.5b`, random weights; `--equal`, {today}: {processor()}, "
+        f"{threads} threads:",
         PAGE_WIDTH,
     )
     yield ""

@@ -73,7 +73,7 @@ def gemm_table(*, turns: int) -> list[str]:
     """Milliseconds of the four GEMMs of a decoder layer together, quantising the activations included; the kernels
     take turns, and a ratio is the median of those of single turns."""
     lines = [
-        "| model | tokens | taken today, ms | oneDNN, ms | asymmetric, ms | asymmetric / taken | asymmetric / oneDNN |",
+        "| model | tokens | taken, ms | oneDNN, ms | asymmetric, ms | asymmetric / taken | asymmetric / oneDNN |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for model, shapes in SHAPES.items():
