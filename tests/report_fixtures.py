@@ -26,6 +26,7 @@ def _line(step: int, **changes: object) -> dict[str, object]:
         "time_s": 60.0 + 4 * step,
         "reward_mean": 0.2 + 0.02 * step,
         "response_tokens_mean": 4.0,
+        "unfinished_fraction": 0.25,
         "rollout_tokens_per_s": 2000.0,
         **{"rollout_s": 0.5, "logprob_s": 0.5, "update_s": 1.0, "sync_s": 0.1, "step_s": 2.4, "proof_s": 0.01},
         **{"scheme": "int8", "emulated": False, "mismatch_k3_kl": 1e-4, "is_ess": 0.99, "is_weight_mean": 1.0},

@@ -28,7 +28,7 @@ from appliance.record.plan import RunPlan
 from appliance.tasks.library import TINY_MODELS, is_from_hub
 from appliance.terms.counts import counted
 from appliance.terms.environment import JUDGE_KEY_VARIABLE
-from appliance.terms.families import ALIKE_WINDOWS, NEVER_PARTIAL, UNLIKE_WINDOWS, why_unknown
+from appliance.terms.families import ALIKE_WINDOWS, ALWAYS_PARTIAL, NEVER_PARTIAL, UNLIKE_WINDOWS, why_unknown
 from appliance.terms.ropes import rope_conflict, unknown_rope
 from appliance.terms.shapes import ModelShape
 
@@ -291,13 +291,14 @@ def _shape(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     alike = ALIKE_WINDOWS.issuperset(shape.architectures)
     slides = shape.partial_window > 0 and not shape.other_mixer  # `layer_types` that differ by a window
     if slides and not alike and (NEVER_PARTIAL in shape.architectures or longest > shape.partial_window):
-        remedy = 'use a copy whose config.json has "use_sliding_window": false, and no layer_types, or another model'
+        unlike = (UNLIKE_WINDOWS[each] for each in shape.architectures if each in UNLIKE_WINDOWS)
+        outcome = next(unlike, "vLLM and the trainer may treat them differently")
+        remedies = [f"keep prompt and response within {shape.partial_window} tokens together"]
+        if ALWAYS_PARTIAL not in shape.architectures:
+            remedies.append('use a copy whose config.json has "use_sliding_window": false, and no layer_types')
         if NEVER_PARTIAL in shape.architectures:
-            outcome = "vLLM does not start with them"
-        else:
-            unlike = (UNLIKE_WINDOWS[each] for each in shape.architectures if each in UNLIKE_WINDOWS)
-            outcome = next(unlike, "vLLM and the trainer may treat them differently")
-            remedy = f"keep prompt and response within {shape.partial_window} tokens together, or {remedy}"
+            outcome, remedies = "vLLM does not start with them", remedies[1:]
+        remedy = ", or ".join([*remedies, "another model"])
         layers = f"some of its layers have a sliding window, of {shape.partial_window} tokens"
         message = f"{plan.weights.name_or_path}: {layers}"
         yield error("window", "model.path", f"{message}: {outcome}", remedy)

@@ -21,7 +21,7 @@ from appliance.record.plan import RunPlan
 from appliance.settings.sections import Attention, SchemeChange
 from appliance.terms.devices import PAYS_FROM, StoredResult, why_not
 from appliance.terms.families import FAMILIES
-from appliance.terms.schemes import BLOCK, Scales, why_no_groups
+from appliance.terms.schemes import BLOCK, Scales, Scheme, why_no_groups
 from appliance.terms.shapes import ModelShape
 
 FLASH, FLASH_PACKAGE = Attention.FLASH_ATTENTION_2, "flash_attn"
@@ -276,12 +276,16 @@ def _other_forward(shape: ModelShape) -> str:
 
 
 def _doubt(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> str:
-    """Say why quantising may not pay; empty where nothing speaks against it. What others report is of GPUs. On CPUs
-    with VNNI and without AMX it paid with 0.1 billion weights and 16 tokens (docs/results/rollouts.md)."""
+    """Say why quantising may not pay; empty where nothing speaks against it. What others report is of GPUs. On a CPU
+    with VNNI and without AMX INT8 paid with 0.1 billion weights and 16 tokens (docs/results/rollouts.md); with AMX
+    rollouts of that model gained nothing, layers of a 7B did (docs/results/bench-7b.md). One flow leaves out AMX."""
     if shape is not None and shape.is_tiny:
         return f"with {shape.millions} the time goes to the sampler and the processes around it"
+    if plan.is_cpu and plan.rollout.scheme is Scheme.INT4:
+        return "on a CPU it saves memory and no time"
     if plan.is_cpu:
-        return "this processor has AMX, with which BF16 is fast as well" if "amx_bf16" in host.cpu_flags else ""
+        has_amx = "amx_bf16" in host.cpu_flags and not plan.trainer.one_flow
+        return "this processor has AMX, with which BF16 is fast as well" if has_amx else ""
     reasons = []
     if shape is not None and shape.is_dense and shape.weights < _WEIGHTS_FROM:
         size = f"{shape.weights / 1e9:.1f} billion weights"

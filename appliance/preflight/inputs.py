@@ -39,7 +39,7 @@ from appliance.terms.families import name_when_fused
 from appliance.terms.schemes import Scheme
 from appliance.terms.shapes import ModelShape, read_shape
 
-_REMEDY = "mend the function, or task.truth, or take a reward that reads such answers"
+_REMEDY = "mend the function, the rows or task.truth, or take a reward that reads such answers"
 _REMEDY_OF_WRONG = f"{_REMEDY}; leave it where your function wants another form"
 _REMEDY_OF_EASY = "mend the reward; leave it where such an answer is meant to earn as much"
 _STARTS_WITHIN_S = 60.0  # the child that grades a sample, and what a grading may take longer than in a run

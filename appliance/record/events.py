@@ -178,6 +178,7 @@ class StepMetrics:
     nonfinite_fraction: Number | None = None
     reward_mean: Number | None = None
     response_tokens_mean: Number | None = None
+    unfinished_fraction: Number | None = None
     rollout_tokens_per_s: Number | None = None
     rollout_s: Number | None = None
     logprob_s: Number | None = None

@@ -121,7 +121,8 @@ REWARDS = Table(
         Metric(
             "unfinished_fraction",
             "fraction",
-            "Samples that reached `task.max_response_tokens` before the model ended them",
+            "Samples that were cut before the model ended them, of all that were generated for the step: at "
+            "`task.max_response_tokens`, or where a tool's answer had no room or the chat template refused it",
         ),
         Metric(
             "equal_group_fraction",

@@ -38,6 +38,7 @@ def _learned(view: RunView) -> list[str]:
     validation = [_known(validated[each], name=each, index=index) for index, each in enumerate(schemes)]
     how = view.state.val_how if view.plan.task.val_sets else "greedy, unseen problems"
     clipped = "of the tokens with a negative advantage; where this rises with the entropy, clipping removes noise"
+    cut = "share of the samples, cut before the model ended them"
     rewards = Chart("Rewards", "mean of each in a step", marks=marks, legend=True)
     averages = Chart("Validations", "mean reward", marks=marks, legend=True)
     passed = Chart("Passed", "at least one of several tries", marks=marks, legend=True)
@@ -48,6 +49,7 @@ def _learned(view: RunView) -> list[str]:
         *_by_name(view, averages, _named_sets(view, "avg@"), dotted=True),
         *_by_name(view, passed, _named_sets(view, "pass@"), dotted=True),
         _curve(view, Chart("Response", "tokens, mean", marks=marks, from_zero=True), "response_tokens_mean"),
+        _curve(view, Chart("Unfinished", cut, marks=marks, from_zero=True), "unfinished_fraction"),
         _curve(view, Chart("Entropy", "nats per token", marks=marks), "entropy"),
         _curve(view, Chart("Clipped share", clipped, marks=marks, from_zero=True), "clipped_negative_fraction"),
         _curve(view, Chart("Gradient norm", "before clipping", marks=marks, from_zero=True), "grad_norm"),

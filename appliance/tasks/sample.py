@@ -32,7 +32,7 @@ from appliance.tasks.user_code import UserCodeError, load_module, open_voice
 from appliance.terms.counts import counted
 
 SAMPLES, SAMPLES_OF_OWN = 8, 3
-_READ_FOR_NUMBERS = 1000  # rows, whose truths are to be single numbers
+_READ_FOR_TRUTHS = 1000  # rows, whose truths are to be single numbers, or not empty
 _READ_FOR_OTHERS = 200  # rows, for a right answer that is wrong for a sampled one
 _READ_IN_EVERY_MARK = ("math", "number", "choice")
 _OF_ITS_OWN = ("code", "judge")  # what is right they know without the truth as an answer
@@ -97,7 +97,7 @@ def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lamb
         doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: set task.truth to its field"
         return replace(verdict, doubt=doubt)
     doubt = _never_judges(problems, settings=settings, rewards=rewards)
-    doubt = doubt or (_empty_truths(takers[0], first_problems=first_problems) if takers else "")
+    doubt = doubt or _empty_truths(settings, rewards=rewards, first_problems=first_problems)
     return replace(verdict, doubt=doubt or _no_numbers(settings, first_problems=first_problems))
 
 
@@ -122,15 +122,21 @@ def _gives_none(reward: RewardFunction, text: str, problem: Problem) -> bool:
     return value is None
 
 
-def _empty_truths(taker: str, *, first_problems: Callable[..., list[Problem]]) -> str:
-    """Say in which rows the truth is empty, which any response contains; empty where there is none. taker: name of a
-    function of the user's that takes the truth. Rewards of ours refuse such a row."""
-    problems = first_problems(count=_READ_FOR_NUMBERS)
-    places = [place for place, problem in enumerate(problems, start=1) if not problem.truth.strip()]
-    if not places:
-        return ""
-    share = f"{len(places)} of {counted(len(problems), 'row')}"
-    return f"in {share} the truth is empty, and `{taker}` takes it: row {places[0]}"
+def _empty_truths(
+    settings: sections.Task, *, rewards: Sequence[RewardFunction], first_problems: Callable[..., list[Problem]]
+) -> str:
+    """Say in which rows the truth is empty, which any response contains, and a function of the user's judges them;
+    empty where there is none. Rewards of ours refuse such a row."""
+    problems = first_problems(count=_READ_FOR_TRUTHS)
+    empty = [(place, problem) for place, problem in enumerate(problems, start=1) if not problem.truth.strip()]
+    pairs = zip(rewards, settings.rewards, strict=True)
+    takers = [reward for reward, planned in pairs if planned.file and _takes_truth(planned)]
+    for reward in takers if empty else ():
+        place, problem = empty[0]
+        if not _gives_none(reward, "", problem):
+            share = f"{len(empty)} of {counted(len(problems), 'row')}"
+            return f"in {share} the truth is empty, and `{reward.name}` judges them: row {place}"
+    return ""
 
 
 def _no_numbers(settings: sections.Task, *, first_problems: Callable[..., list[Problem]]) -> str:
@@ -139,7 +145,7 @@ def _no_numbers(settings: sections.Task, *, first_problems: Callable[..., list[P
     names = [name for name, reward in settings.named_rewards.items() if reward.name == "number"]
     if not names:
         return ""
-    problems = first_problems(count=_READ_FOR_NUMBERS)
+    problems = first_problems(count=_READ_FOR_TRUTHS)
     places = [place for place, problem in enumerate(problems, start=1) if not is_single_number(problem.truth)]
     if not places:
         return ""

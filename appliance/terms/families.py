@@ -170,6 +170,7 @@ UNLIKE_WINDOWS = {
 generates, and transformers, which trains."""
 ALIKE_WINDOWS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 """Classes of which vLLM and transformers both give the same layers a window (tests/engine/test_engine_structure.py)."""
+ALWAYS_PARTIAL = "Cohere2ForCausalLM"  # without layer_types, too
 NEVER_PARTIAL = "Qwen2ForCausalLM"  # vLLM's class of it asserts that all layers have a sliding window, or none
 _ROPES = (DEFAULT_ROPE, LLAMA3)
 
@@ -194,12 +195,20 @@ def beyond_one_flow(config: Mapping[str, Any]) -> str:
     return ", ".join(name for name, value in others.items() if value != 1)
 
 
+_WINDOWS_BUT_EVERY = {"cohere2": 4, "gemma2": 2, "gemma3_text": 6}
+"""Number of layers of which the last has no window, by the model's type: what transformers makes of a config.json that
+has no `layer_types`, as published ones have not, and no `sliding_window_pattern`."""
+
+
 def has_both_windows(config: Mapping[str, Any]) -> bool:
-    """Return whether layers with and without a sliding window are mixed, by `layer_types` or by Qwen's older keys as
-    transformers reads them."""
+    """Return whether layers with and without a sliding window are mixed, by `layer_types` or as transformers reads the
+    older keys: of Cohere and Gemma, and of Qwen."""
     layers = config.get("layer_types")
     if isinstance(layers, list):
         return len(set(map(str, layers))) > 1
+    if (usual := _WINDOWS_BUT_EVERY.get(str(config.get("model_type")))) is not None:
+        every = config.get("sliding_window_pattern", usual)
+        return isinstance(every, int) and every > 1
     first, count = config.get("max_window_layers", 28), config.get("num_hidden_layers")
     slides = bool(config.get("use_sliding_window") and config.get("sliding_window", 4096))
     return slides and isinstance(first, int) and isinstance(count, int) and 0 < first < count

@@ -105,7 +105,7 @@ def _refuses(ground: Ground, llm: Any, weights: Tensors) -> None:
     try:
         answers(llm, tokens=1)
     except SyncError as error:
-        ground.hold("not receive all its weights: " in str(error), f"it was refused otherwise: {error}")
+        ground.hold("did not receive all its weights: " in str(error), f"it was refused otherwise: {error}")
     else:
         ground.hold(False, f"{left_out} never came, and tokens were sampled")
 

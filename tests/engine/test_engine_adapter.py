@@ -16,7 +16,8 @@ from engines import PROMPTS, Engine, free_engine, read_checkpoint, start_engine
 from faults import Tally
 from torch import Tensor
 
-from appliance.engine.adapter import AdapterUpdate
+from appliance.engine.adapter import AdapterLayers, AdapterUpdate
+from appliance.engine.attest import live_scheme
 from appliance.engine.replica import adapter_request
 from appliance.engine.update import WeightState
 from appliance.errors import SyncError
@@ -130,6 +131,18 @@ def pefts_log_probs(folder: Path, tensors: Tensors, tokens: list[list[int]]) -> 
             logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         results.append([float(logits[len(prompt) - 1 + place, token]) for place, token in enumerate(more)])
     return results
+
+
+def test_what_reads_the_layers_sees_the_base_alone(bench: Bench) -> None:
+    """vLLM's wrappers answer for a layer's public attributes, so each layer would be there twice."""
+    model = bench.engine.model
+    layers = AdapterLayers(model, loras=bench.engine.runner.lora_manager, dtype=torch.bfloat16)
+    with layers.taken_off():
+        kernels = live_scheme(model).kernels
+        names = [name for name, layer in model.named_modules() if hasattr(layer, "quant_method")]
+    assert not any("base_layer" in name for name in names) and sum(kernels.values()) == len(names)
+    twice = [name for name, layer in model.named_modules() if hasattr(layer, "quant_method")]
+    assert len(twice) > len(names)
 
 
 def test_it_answers_as_pefts_model_does(bench: Bench, checkpoints: tuple[Path, Path]) -> None:

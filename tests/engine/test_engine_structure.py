@@ -22,7 +22,7 @@ from appliance.engine.attest import live_scheme
 from appliance.engine.structure import rehearse_updates, require_fit
 from appliance.errors import EngineError, SyncError, WeightsError
 from appliance.quant.profile import Origin, Profile, Settings, Smoothing, write_profile
-from appliance.terms.families import FAMILIES
+from appliance.terms.families import FAMILIES, UNLIKE_WINDOWS
 from appliance.terms.schemes import Precision, Scheme
 from appliance.terms.settings import LOAD_FORMAT, Quantisation
 from flashrl_compat.loader import LOAD_FORMAT as FOLDING
@@ -246,8 +246,6 @@ def granite(tmp_path: Path) -> Path:
 def test_cohere_2_sees_one_token_more_than_in_the_trainer(tmp_path: Path) -> None:
     """So preflight refuses what is longer than the window (terms/families.py). If it ever fails: put the class back
     among ALIKE_WINDOWS, and its window in tests/unlisted_models.py below the length of an answer."""
-    from appliance.terms.families import UNLIKE_WINDOWS
-
     folder = make_unlisted(tmp_path / "cohere2", "cohere2", seed=1, sliding_window=WINDOW)
     engine = start_engine(folder, scheme="int8", load_format=LOAD_FORMAT)
     mixers = engine.runner.vllm_config.compilation_config.static_forward_context

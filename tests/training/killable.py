@@ -34,7 +34,16 @@ SMALL = {
     "checkpoint.every_steps": "1",
 }
 # What a step is made of and how it went: all of it is the same in a run that was never killed.
-OF_A_STEP = ("step", "reward_mean", "response_tokens_mean", "grad_norm", "entropy", "mismatch_k3_kl", "scheme")
+OF_A_STEP = (
+    "step",
+    "reward_mean",
+    "response_tokens_mean",
+    "unfinished_fraction",
+    "grad_norm",
+    "entropy",
+    "mismatch_k3_kl",
+    "scheme",
+)
 NAMED_WITHIN_S = 60.0
 WAIT_S = 1200.0  # generous: the host may be busy
 

@@ -73,7 +73,7 @@ REMEDIES = {
     "returned None": "return a number: a function without `return` gives None",
 }
 OF_WRONG = (
-    "mend the function, or task.truth, or take a reward that reads such answers; "
+    "mend the function, the rows or task.truth, or take a reward that reads such answers; "
     "leave it where your function wants another form"
 )
 LENGTH = "UserCodeError: `f` returned a list of 2 for one completion, not a list of one"

@@ -78,19 +78,31 @@ def test_without_one_it_is_doubted(plan: RunPlan, shape, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "text"),
+    ("scheme", "flags", "text"),
     [
-        (("avx512f", "avx512_vnni"), ""),
+        (Scheme.INT8, ("avx512f", "avx512_vnni"), ""),
         (
+            Scheme.INT4,
+            ("avx512f", "avx512_vnni"),
+            "info: rollout.scheme: `int4` may be no faster than `bf16` here: on a CPU it saves memory and no time; not "
+            "measured on this host",
+        ),
+        (
+            Scheme.INT8,
             ("avx512_vnni", "amx_int8", "amx_bf16"),
             "info: rollout.scheme: `int8` may be no faster than `bf16` here: this processor has AMX, with which BF16 "
             "is fast as well; not measured on this host",
         ),
     ],
 )
-def test_on_a_cpu_its_kind_is_doubted_and_not_the_models_size(flags: tuple[str, ...], text: str) -> None:
+def test_on_a_cpu_its_kind_is_doubted_and_not_the_models_size(
+    scheme: Scheme, flags: tuple[str, ...], text: str
+) -> None:
     findings = judge_gain(
-        planned(response=16, device="cpu"), host=replace(HOST, cpu_flags=frozenset(flags)), shape=SMALL, stored=None
+        planned(scheme, response=16, device="cpu"),
+        host=replace(HOST, cpu_flags=frozenset(flags)),
+        shape=SMALL,
+        stored=None,
     )
     assert [finding.text for finding in findings] == [text] * bool(text)
 

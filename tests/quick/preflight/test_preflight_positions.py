@@ -93,6 +93,12 @@ WITHIN_8 = f"keep prompt and response within 8 tokens together, or {NO_WINDOW}"
             {**LAYERS, "sliding_window": 8},
             [f"{WINDOW_OF_8}: since vLLM 0.29 a token there sees one token more than in the trainer"],
         ),
+        (  # as published
+            "Cohere2ForCausalLM",
+            {"model_type": "cohere2", "sliding_window": 8, "sliding_window_pattern": 4},
+            [f"{WINDOW_OF_8}: since vLLM 0.29 a token there sees one token more than in the trainer"],
+        ),
+        ("Cohere2ForCausalLM", {"model_type": "cohere2", "sliding_window": 8, "sliding_window_pattern": 1}, []),
         ("Cohere2ForCausalLM", LAYERS, []),
         ("Gemma2ForCausalLM", {**LAYERS, "sliding_window": 8}, []),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, []),
@@ -104,7 +110,11 @@ def test_positions_and_windows_that_engine_and_trainer_see_differently(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**WRITTEN, "architectures": [architecture], **config}))
     found = findings(model_shape=read_shape(tmp_path / "config.json"))
-    remedies = {"its rope_type": NO_ROPE, "of 8 tokens": WITHIN_8, "of 16 tokens": NO_WINDOW}
+    remedies = {
+        "its rope_type": NO_ROPE,
+        "since vLLM 0.29": "keep prompt and response within 8 tokens together, or another model",
+    }
+    remedies |= {"of 8 tokens": WITHIN_8, "of 16 tokens": NO_WINDOW}
     assert found == [
         (f"error: model.path: {text}", next(remedy for words, remedy in remedies.items() if words in text))
         for text in findings_of_it

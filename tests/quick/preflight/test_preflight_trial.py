@@ -314,12 +314,13 @@ def test_a_function_that_never_judges_is_named_beside_a_reward_that_does(
 
 
 @pytest.mark.parametrize(
-    ("body", "is_doubted"), [("f(response, truth)", True), ("f(response, truth='')", False), ("f(response)", False)]
+    ("body", "is_doubted"),
+    [("f(response, truth)", True), ("f(response, truth='')", False), ("f(response)", False)],
 )
 def test_an_empty_truth_is_told_where_a_function_takes_it(tmp_path: Path, body: str, is_doubted: bool) -> None:
     program = f"def {body}:\n    return float('1' in response)\n"
     doubt = judged(tmp_path, make_reward("length", target=4), truths=["1", "1", " ", "1"], program=program).doubt
-    assert doubt == ("in 1 of 4 rows the truth is empty, and `f` takes it: row 3" if is_doubted else "")
+    assert doubt == ("in 1 of 4 rows the truth is empty, and `f` judges them: row 3" if is_doubted else "")
 
 
 def test_a_truth_that_is_no_single_number_is_told_under_number(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ FIGURES = {  # a curve's title -> what else must be written in its figure
     "Reward": ("0.4",),
     "Validation": ("int8 |0.9", "bf16 |0.91"),
     "Response": ("tokens, mean",),
+    "Unfinished": ("0.25", "cut before the model ended them"),
     "Entropy": ("0.3",),
     "Clipped share": ("0.007", "of the tokens with a negative advantage"),
     "Gradient norm": ("before clipping",),

@@ -306,13 +306,18 @@ def test_summary_advises_no_scheme_that_the_recipe_refuses(
     )
 
 
-@pytest.mark.parametrize(("num_bad", "is_advised"), [(0, False), (1, False), (2, False), (3, True)])
-def test_a_few_bad_steps_are_no_advice_to_change_the_scheme(
-    tmp_path: Path, small_plan: Callable, step_line: Callable, num_bad: int, is_advised: bool
+@pytest.mark.parametrize(
+    ("num_bad", "is_advised", "is_exact"),
+    [(0, False, False), (1, False, False), (2, False, False), (3, True, False), (0, False, True), (1, True, True)],
+)
+def test_a_few_bad_steps_are_no_advice_unless_every_token_was_to_be_equal(
+    tmp_path: Path, small_plan: Callable, step_line: Callable, num_bad: int, is_advised: bool, is_exact: bool
 ) -> None:
+    plan = small_plan(tmp_path, steps=8)
+    plan = with_trainer(plan, forward=Forward.ROLLOUT) if is_exact else plan
     bad = (step_line(number, is_weight_mean=3.0) for number in range(1, num_bad + 1))
     state = folded(*bad, *(step_line(number) for number in range(num_bad + 1, 9)), steps=8)
-    advice = summary.try_next(small_plan(tmp_path, steps=8), state, folder="a")
+    advice = summary.try_next(plan, state, folder="a")
     assert any("the mismatch was bad in" in line for line in advice) == is_advised
 
 
