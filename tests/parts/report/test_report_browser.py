@@ -15,7 +15,7 @@ from appliance.report.page import write_page
 
 pytestmark = pytest.mark.slow
 
-FIGURES = 18
+FIGURES = 19
 BOXES = """[...document.querySelectorAll('svg.chart polyline.curve, svg.chart polygon.part, svg.chart rect.band')]
     .map(each => each.getBoundingClientRect()).map(box => [box.width, box.height])"""
 CONTRAST = """(() => {

@@ -28,7 +28,7 @@ from appliance.report.folder import read_view
 from appliance.report.page import LivePage, page, print_report
 from appliance.report.verdicts import Word, verdicts
 
-FIGURES = 19  # 6 of learning, 4 of mismatch, 4 of quantisation, 2 of time, 2 over time
+FIGURES = 19  # 7 of learning, 4 of mismatch, 4 of quantisation, 2 of time, 2 over time
 
 
 def page_of(run_dir: Path) -> tuple[str, Parts]:
