@@ -379,8 +379,8 @@ def test_each_token_over_http_has_the_version_that_sampled_it(
         return [token for part in parts for token in part["token_ids"]], parts[-1]["weight_versions"]
 
     first, second = two_checkpoints
-    # In 0.31 `vllm serve` has this route only with an option that the versions before it do not know.
-    more = (*UPDATABLE["more"], *(("--enable-scale-out",) if vllm_version() == "0.31.0" else ()))
+    # From 0.30 on `vllm serve` has this route only with an option that the versions before it do not know.
+    more = (*UPDATABLE["more"], *(("--enable-scale-out",) if vllm_version() in ("0.30.0", "0.31.0") else ()))
     with served(first, folder=tmp_path, FLASHRL_CONFIG="int8", **(UPDATABLE | {"more": more})) as server:
         client = HTTPVLLMWeightSyncClient(server.url)
         client.init_weight_transfer_engine({})
