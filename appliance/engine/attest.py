@@ -23,6 +23,7 @@ from appliance.engine.config import (
     require_ignored_layers,
     require_known_layers,
 )
+from appliance.engine.kv_cache import kv_cache_format
 from appliance.engine.quantised import Quantising
 from appliance.errors import EngineError
 from appliance.record.attestations import Attestation, fingerprint, write_attestation
@@ -109,6 +110,9 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
     dtype, asked = vllm_config.model_config.dtype, plan.trainer.dtype
     if dtype is not getattr(torch, asked.in_torch):
         raise EngineError(f"replica {replica} computes in {dtype}, the plan says {asked}")
+    cache = kv_cache_format(model)
+    if cache is not plan.rollout.kv_cache:
+        raise EngineError(f"replica {replica} has a KV cache of format {cache}, the plan says {plan.rollout.kv_cache}")
     write_attestation(
         Path(plan.run_dir),
         Attestation(
@@ -125,6 +129,7 @@ def attest_rollout_worker(model: Module, *, vllm_config: Any, rank: int) -> None
                 "quantised": _quantised(model),
                 "lm_head_fp32": live.lm_head_fp32,
                 "dtype": str(dtype),
+                "kv_cache": str(cache),
                 "model": vllm_config.model_config.model,
                 "generation": read_generation(Path(plan.run_dir)).number,
                 "pid": os.getpid(),

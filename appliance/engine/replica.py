@@ -26,6 +26,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from appliance.errors import EngineError
 from appliance.quant.files import by_content
+from appliance.quant.kv_scales import Pairs
 from appliance.quant.mismatch import LayerTrace, Place, TopWords
 from appliance.quant.support import Support
 from appliance.record.engine_start import starting
@@ -226,6 +227,46 @@ def load_replica() -> type[RolloutReplica]:
             finally:
                 (digests, values), *_ = await self.engine.collective_rpc("end_trace")
             return LayerTrace(values_at, digests, values, final.outputs[0].logprobs[0][token].logprob)
+
+        async def kv_ranges(self, prompts: list[list[int]], *, scales: Pairs) -> list[Pairs]:
+            """Read prompts, and return the range of the keys and values that each rank's layers wrote. While nothing is
+            generated. scales: in place meanwhile; empty: 1 everywhere."""
+            sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
+            params = SamplingParams(
+                **(reportable(sampling) if self._reports_support else sampling),
+                max_tokens=1,
+                seed=0 if self._reports_support else None,
+                skip_reading_prefix_cache=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            await self.engine.collective_rpc("begin_kv_ranges", args=(scales,))
+            try:
+                async with standing_still(self.engine, lock=self.__dict__.setdefault("_one_pause", asyncio.Lock())):
+                    queues = [
+                        await self.engine.add_request(
+                            uuid.uuid4().hex,
+                            TokensPrompt(prompt_token_ids=ids),
+                            params,
+                            lora_request=self._adapter,
+                        )
+                        for ids in prompts
+                    ]
+                for queue in queues:
+                    await queue.get()
+            finally:
+                ranges = await self.engine.collective_rpc("end_kv_ranges")
+            return ranges
+
+        async def take_kv_scales(self, scales: Pairs) -> list[str]:
+            """Give each rank scales, forget what was cached by others, and return the digest of what each has then."""
+            digests = await self.engine.collective_rpc("take_kv_scales", args=(scales,))
+            await self.clear_kv_cache()
+            return digests
+
+        async def check_kv_scales(self) -> list[str]:
+            """Return the digest of the scales that each rank has."""
+            return await self.engine.collective_rpc("check_kv_scales")
 
         async def engine_problem(self) -> str:
             """Return the reason why this server's engine can no longer answer, or an empty text."""

@@ -22,6 +22,7 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from appliance.engine.adapter import (
     LORA_DEVICE,
@@ -33,6 +34,7 @@ from appliance.engine.adapter import (
 )
 from appliance.engine.attest import attest_rollout_worker, live_scheme, plan_of_process, replica_of_process
 from appliance.engine.config import ApplianceConfig
+from appliance.engine.kv_cache import FP8_ROUNDING, KvCacheScales, rounding
 from appliance.engine.precision import raised_layers
 from appliance.engine.structure import rehearse_updates
 from appliance.engine.telemetry import read_first_scales, write_first_scales
@@ -40,6 +42,7 @@ from appliance.engine.update import Bucket, WeightUpdate
 from appliance.engine.ways_in import WaysIn
 from appliance.errors import SyncError
 from appliance.patch import apply_patch
+from appliance.quant.kv_scales import Pairs
 from appliance.quant.mismatch import LayerTrace, Place
 from appliance.quant.profile import Smoothing, load_smoothing
 from appliance.record.events import report_failures
@@ -119,6 +122,8 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         if config is not None and config.lora_config is not None and current_platform.is_cpu():
             apply_patch(LORA_DEVICE, lora_device)
             apply_patch(ONE_ADAPTER, one_adapter)
+        if config is not None and is_quantized_kv_cache(config.cache_config.cache_dtype) and current_platform.is_cpu():
+            apply_patch(FP8_ROUNDING, rounding)
         return super().__new__(cls, **kwargs)
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
@@ -173,6 +178,33 @@ class SyncWorkerExtension(vLLMColocateWorkerExtension):
         for hook in self._hooks:
             hook.remove()
         return self._trace.digests, self._trace.values
+
+    def begin_kv_ranges(self, scales: Pairs) -> None:
+        """Note from now on what the layers write into their FP8 KV cache, by KvCacheScales.begin."""
+        with report_failures(), torch.no_grad():
+            self._kv_cache_scales().begin(scales)
+
+    def end_kv_ranges(self) -> Pairs:
+        """Return the ranges that this rank has noted."""
+        with report_failures():
+            return self._kv_cache_scales().end()
+
+    def take_kv_scales(self, scales: Pairs) -> str:
+        """Take the scales that belong to the newest weight update, prove them, and return the digest of what the layers
+        have then."""
+        with report_failures(), torch.no_grad():
+            pairs = {name: (float(keys), float(values)) for name, (keys, values) in scales.items()}
+            return self._kv_cache_scales().write(pairs, sync=self._weight_update().number)
+
+    def check_kv_scales(self) -> str:
+        """Return the digest of the scales that the layers have, which must be those of the newest weight update."""
+        with report_failures():
+            return self._kv_cache_scales().check(sync=self._weight_update().number)
+
+    def _kv_cache_scales(self) -> KvCacheScales:
+        if not hasattr(self, "_appliance_kv_scales"):
+            self._appliance_kv_scales = KvCacheScales(self.model_runner.get_model())
+        return self._appliance_kv_scales
 
     def _get_zmq_handle(self) -> str:
         """Return the address of verl's socket, which verl's own methods ask for too; the sender's (trainer/sender.py)

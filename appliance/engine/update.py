@@ -160,6 +160,11 @@ class WeightUpdate:
         self._addresses = parameter_addresses(model) if replays_graphs(model, model_config=model_config) else {}
 
     @property
+    def number(self) -> int:
+        """Number of the newest update, from 1, by the trainer's count."""
+        return self._sync
+
+    @property
     def is_open(self) -> bool:
         """Whether vLLM's reload is entered: with the first tensor."""
         return self._now.is_open

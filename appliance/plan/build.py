@@ -71,7 +71,7 @@ from appliance.terms.clock import CLOCK
 from appliance.terms.devices import AUTO, CPU, DEVICES, GPUS, automatic_scheme, gpu_of_product
 from appliance.terms.environment import child_env
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import CPU_KV_BLOCK, Dtype, OldLogProbs, Schedule
+from appliance.terms.settings import CPU_KV_BLOCK, Dtype, KvCache, OldLogProbs, Schedule
 from appliance.terms.shapes import ModelShape
 
 CACHE_NAME = ".cache"
@@ -89,6 +89,7 @@ VERL_PATCHES = ("chunked-log-probs", "whole-checkpoint")  # of every process
 DRIVER_PATCHES = ("no-load-balancer",)
 CPU_TRAINER_PATCHES = ("cpu-process-group",)
 CPU_ADAPTER_PATCHES = ("cpu-lora-device", "cpu-one-adapter")
+CPU_FP8_CACHE_PATCHES = ("cpu-fp8-rounding",)
 CPU_ROLLOUT_PATCHES = (
     "cpu-no-amx-tiles",
     "cpu-process-group",
@@ -329,6 +330,9 @@ def _plan_rollouts(facts: _Facts, *, book: derive.Book) -> _Rollouts:
     quantization = engines.plan_quantization(recipe, rollout=rollout, profile=profile, shape=shape, book=book)
     if recipe.rollout.replicas:
         book.note("rollout.replicas", ", ".join(rollout.replicas), "one scheme per engine, the list repeated in order")
+    if rollout.kv_cache is KvCache.FP8:
+        why = "half of the bytes for each token; a scale for keys and one for values of each layer, measured on prompts"
+        book.note("rollout.kv_cache", rollout.kv_cache, f"{why} after each weight update")
     one_flow = recipe.trainer.one_flow
     eager = engines.plan_eager(rollout, is_cpu=facts.is_cpu, one_flow=one_flow, experts=facts.experts, book=book)
     return _Rollouts(rollout, profile, quantization, eager)
@@ -639,6 +643,7 @@ def _attestations(recipe: Recipe, *, rollout: Rollout, is_cpu: bool) -> tuple[Ex
     lora = recipe.model.lora
     has_adapter = lora is not None and lora.sync is LoraSync.ADAPTER
     on_cpu = CPU_ROLLOUT_PATCHES + (CPU_ADAPTER_PATCHES if has_adapter else ())
+    on_cpu += CPU_FP8_CACHE_PATCHES if rollout.kv_cache is KvCache.FP8 else ()
     in_engine = tuple(sorted(VERL_PATCHES + (on_cpu if is_cpu else ())))
     in_trainer = tuple(sorted(VERL_PATCHES + (CPU_TRAINER_PATCHES if is_cpu else ())))
     in_driver = tuple(sorted((*DRIVER_PATCHES, *in_trainer)))

@@ -32,7 +32,7 @@ from appliance.record.plan import RunPlan
 from appliance.tasks.library import BUILT_IN_MODELS
 from appliance.terms.devices import GPUS
 from appliance.terms.schemes import Scheme
-from appliance.terms.settings import CPU_KV_BLOCK
+from appliance.terms.settings import CPU_KV_BLOCK, KvCache
 from appliance.terms.shapes import ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -258,7 +258,12 @@ def _counts(plan: RunPlan, shape: ModelShape) -> int:
 
 def one_sequence(plan: RunPlan, shape: ModelShape) -> int:
     """Return the bytes of the KV cache of one sequence of full length on one GPU."""
-    return plan.task.longest * shape.kv_bytes_per_token // min(plan.rollout.tensor_parallel, shape.kv_heads)
+    return plan.task.longest * _kv_bytes_per_token(plan, shape) // min(plan.rollout.tensor_parallel, shape.kv_heads)
+
+
+def _kv_bytes_per_token(plan: RunPlan, shape: ModelShape) -> int:
+    """Bytes of the KV cache per token, of the whole model, in the format of `rollout.kv_cache`."""
+    return shape.kv_bytes_per_token // (2 if plan.rollout.kv_cache is KvCache.FP8 else 1)
 
 
 def _activations(plan: RunPlan, shape: ModelShape) -> int:
@@ -416,7 +421,7 @@ def kv_cache_bytes(plan: RunPlan, shape: ModelShape) -> int:
 
 
 def _block_bytes(plan: RunPlan, shape: ModelShape) -> int:
-    return CPU_KV_BLOCK * shape.kv_bytes_per_token // max(1, min(plan.rollout.tensor_parallel, shape.kv_heads))
+    return CPU_KV_BLOCK * _kv_bytes_per_token(plan, shape) // max(1, min(plan.rollout.tensor_parallel, shape.kv_heads))
 
 
 Shortage = Callable[[RunPlan], int]  # bytes that are missing

@@ -20,7 +20,7 @@ from appliance.record.plan import RunPlan
 from appliance.settings.sections import Attention, Backward, Forward, Quantization
 from appliance.terms.devices import AUTO, CPU, DEVICES, GPUS, gpu_of_product
 from appliance.terms.schemes import PROFILED, Scheme, listed
-from appliance.terms.settings import Dtype, OldLogProbs
+from appliance.terms.settings import Dtype, KvCache, OldLogProbs
 
 HOPPER = 9  # the major number of its capability: what torch multiplies in blocks of 128
 _BF16 = "use `bf16`"
@@ -69,6 +69,14 @@ def _on_cpu(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
         if getattr(recipe.trainer, key):
             message = "on a CPU everything is in the host's memory already"
             yield fault((f"trainer.{key}", "cluster.device"), message, "remove it, or set it to false")
+
+
+def _kv_cache(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
+    """Refuse a KV cache in FP8 where no kernel has it. Preflight asks for the processor's and the model's part."""
+    device = plan.cluster.device
+    if plan.rollout.kv_cache is KvCache.FP8 and not plan.is_cpu and not GPUS[device].has_fp8:
+        keys = ("rollout.kv_cache", "cluster.device")
+        yield fault(keys, f"`fp8` needs a GPU that computes in FP8, and {device} does not", "use `auto`")
 
 
 def _old_log_probs(recipe: Recipe, plan: RunPlan) -> Iterator[Finding]:
@@ -186,7 +194,7 @@ RULES = (
     *(
         Rule(check, Needs.PLAN)
         for check in (
-            *(_revision, _on_cpu, _old_log_probs, _without_profile, _automatic_scheme, _forward, _backward),
+            *(_revision, _on_cpu, _kv_cache, _old_log_probs, _without_profile, _automatic_scheme, _forward, _backward),
             *(_finer_schemes, _experts),
         )
     ),

@@ -12,7 +12,7 @@ from appliance.corrections.objective import Advantage, Aggregate, KlPlace, Loss
 from appliance.processes import module_argv
 from appliance.record.plan import RunPlan
 from appliance.settings.sections import Lora, LoraSync
-from appliance.terms.settings import CPU_KV_BLOCK, LOAD_FORMAT, Dtype, OldLogProbs, Schedule
+from appliance.terms.settings import CPU_KV_BLOCK, LOAD_FORMAT, Dtype, KvCache, OldLogProbs, Schedule
 
 ACTOR = "actor_rollout_ref.actor"
 REFERENCE = "actor_rollout_ref.ref"
@@ -273,6 +273,8 @@ def _where_asked(plan: RunPlan) -> Settings:
         settings.append((f"+{VLLM}.return_sampling_mask", True))
     if plan.rollout.top_log_probs:
         settings.append((f"+{VLLM}.max_logprobs", plan.rollout.top_log_probs))
+    if plan.rollout.kv_cache is not KvCache.AUTO:
+        settings.append((f"+{VLLM}.kv_cache_dtype", plan.rollout.kv_cache.in_vllm))
     if plan.trainer.dtype is Dtype.FP16:  # gradients are reduced in FP32, as verl has it for BF16
         roles = [ACTOR, *([REFERENCE] if kl else [])]
         settings += [(f"+{role}.fsdp_config.mixed_precision", {"param_dtype": "fp16"}) for role in roles]

@@ -84,6 +84,7 @@ def judge(plan: RunPlan, *, host: HostFacts, inputs: InputFacts, knows_device: b
         _shape(plan, inputs),
         _vocabulary(inputs),
         of_the_device(device.judge_parallel(plan, inputs.model_shape)),
+        of_the_device(device.judge_kv_cache(plan, host, inputs.model_shape)),
         of_the_device(device.judge_gpu_memory(plan, host, inputs.model_shape)),
         _data(plan, inputs),
         of_the_device(device.judge_gain(plan, host=host, shape=inputs.model_shape, stored=inputs.stored))

@@ -22,6 +22,7 @@ from appliance.settings.sections import Attention, SchemeChange
 from appliance.terms.devices import PAYS_FROM, StoredResult, why_not
 from appliance.terms.families import FAMILIES
 from appliance.terms.schemes import BLOCK, Scales, Scheme, why_no_groups
+from appliance.terms.settings import KvCache
 from appliance.terms.shapes import ModelShape
 
 FLASH, FLASH_PACKAGE = Attention.FLASH_ATTENTION_2, "flash_attn"
@@ -30,6 +31,7 @@ _KEEP = r"keep them in BF16: quantization.ignore=['re:.*\.experts$']"
 _WEIGHTS_FROM = 14e9
 _LONG_RESPONSE = 4096  # tokens; DAPO's are up to 20480, GSM8K's a few hundred
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's attention on a CPU is made for
+CPU_FP8_HEADS = 32  # widths of heads are multiples of it where vLLM's attention on a CPU has keys and values in FP8
 
 
 def judge_gpus(plan: RunPlan, host: HostFacts) -> Iterator[Finding]:
@@ -74,6 +76,20 @@ def judge_parallel(plan: RunPlan, shape: ModelShape | None) -> Iterator[Finding]
             if count % sharing and not (may_repeat and sharing % count == 0):
                 message = f"{sharing} does not divide the {count} {noun} of {model}"
                 yield error("heads", place, message, "use a divisor")
+
+
+def judge_kv_cache(plan: RunPlan, host: HostFacts, shape: ModelShape | None) -> Iterator[Finding]:
+    """Check that vLLM's attention on a CPU has a KV cache in FP8 for this processor and this model."""
+    if not plan.is_cpu or plan.rollout.kv_cache is not KvCache.FP8:
+        return
+    if "avx512f" not in host.cpu_flags:
+        message = "`fp8` needs a processor with AVX-512, which this one does not have"
+        yield error("kv-cache", "rollout.kv_cache", message, "use `auto`")
+    if shape is not None and shape.head_size % CPU_FP8_HEADS:
+        message = (
+            f"the attention heads of {plan.model.given_name} are {shape.head_size} wide, and on a CPU `fp8` needs a"
+        )
+        yield error("kv-cache", "rollout.kv_cache", f"{message} multiple of {CPU_FP8_HEADS}", "use `auto`")
 
 
 _WHILE = {

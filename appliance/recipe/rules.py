@@ -38,7 +38,7 @@ from appliance.tasks.rewards import BUILT_IN
 from appliance.terms.counts import counted
 from appliance.terms.devices import AUTO, DEVICES, why_outgrown
 from appliance.terms.schemes import Scheme, listed
-from appliance.terms.settings import OldLogProbs
+from appliance.terms.settings import Dtype, KvCache, OldLogProbs
 
 MAX_RANK = 512  # of an adapter that vLLM holds
 PATHS = (
@@ -315,6 +315,9 @@ def _rollout(recipe: Recipe) -> Iterator[Finding]:
         message = f"{len(rollout.replicas)} schemes for {counted(engines, 'engine')}"
         keys = ("rollout.replicas", "cluster.gpus_per_node", "cluster.nodes", "rollout.tensor_parallel")
         yield fault(keys, message, "an engine takes tensor_parallel GPUs; raise cluster.gpus_per_node, or list fewer")
+    if rollout.kv_cache is KvCache.FP8 and recipe.trainer.dtype is Dtype.FP16:
+        keys = ("rollout.kv_cache", "trainer.dtype")
+        yield fault(keys, "`fp8` is rounded from BF16 alone", "use `auto`, or trainer.dtype: bf16")
     if recipe.trainer.sequence_parallel > 1:
         for key, usual in {"rollout.top_p": 1.0, "rollout.top_k": 0}.items():
             if attrgetter(key)(recipe) != usual:
@@ -342,6 +345,9 @@ def _one_flow(recipe: Recipe) -> Iterator[Finding]:
     for name, (usual, message) in refused.items():
         if attrgetter(name)(recipe) != usual:
             yield fault((name, key), message, f"use {in_yaml(usual)}, or trainer.forward: bf16")
+    if forward is Forward.ROLLOUT and recipe.rollout.kv_cache is not KvCache.AUTO:
+        message = f"`{forward}` computes with keys and values of 16 bits"
+        yield fault(("rollout.kv_cache", key), message, "use `auto`, or trainer.forward: bf16")
 
 
 def _old_log_probs(recipe: Recipe) -> Iterator[Finding]:

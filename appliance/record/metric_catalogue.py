@@ -213,6 +213,12 @@ TIMES = Table(
         Metric("proof_s", "s", "The part of `sync_s` in which the slowest rank asked its kernels for the proof"),
         Metric("digest_s", "s", "The part of `sync_s` in which tensors were digested, sender and receiver together"),
         Metric("telemetry_s", "s", "Measuring: the mismatch in the trainer, and the codes in the slowest engine rank"),
+        Metric(
+            "kv_scales_s",
+            "s",
+            "The part of `sync_s` in which the scales of an FP8 KV cache were measured, written and proven",
+            "with `rollout.kv_cache: fp8`",
+        ),
         Metric("validate_s", "s", "The validation after the step, in one scheme or two", "steps with a validation"),
         Metric(
             "engine_restart_s",
@@ -399,6 +405,13 @@ SYNC = Table(
             "fraction",
             "The largest relative error that quantising makes in the weights of a layer",
             QUANTISED,
+        ),
+        Metric(
+            "kv_range_drift",
+            "fraction",
+            "The largest relative change, with this update, of the range of a layer's keys or values, from which the "
+            "scales of an [FP8 KV cache](kv-cache.md) follow",
+            "with `rollout.kv_cache: fp8`",
         ),
     ),
 )

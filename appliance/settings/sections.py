@@ -19,7 +19,7 @@ from appliance.files import Frozen
 from appliance.guard.policy import ESS, K3_KL, TRUNCATED_FRACTION, WEIGHT_STD, Action
 from appliance.terms.devices import AUTO
 from appliance.terms.schemes import PROFILED, Scales, Scheme, listed
-from appliance.terms.settings import ATTENTION_NAME, Dtype, OldLogProbs, Schedule
+from appliance.terms.settings import ATTENTION_NAME, Dtype, KvCache, OldLogProbs, Schedule
 from appliance.terms.shapes import Linear
 
 ALL_LINEAR = "all-linear"
@@ -380,6 +380,8 @@ class Rollout(Section):
     """share of a GPU's memory that the engine takes"""
     kv_cache_gb: int = Field(1, ge=1, le=1024)
     """largest KV cache of an engine on a CPU, GiB; it takes no more than its sequences need"""
+    kv_cache: Lax[KvCache] = KvCache.AUTO
+    """format of an engine's keys and values: `auto`: 16 bits; `fp8`: half of the bytes, with measured scales"""
     chunked_prefill: bool = True
     """whether long prompts are read in parts, between steps of generation"""
     lm_head_fp32: bool = False

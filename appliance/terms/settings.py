@@ -29,6 +29,20 @@ class Dtype(StrEnum):
         return {Dtype.BF16: "bfloat16", Dtype.FP16: "float16"}[self]
 
 
+class KvCache(StrEnum):
+    """Number format of the keys and values that an engine keeps."""
+
+    AUTO = "auto"
+    """The engine's own type, 16 bits."""
+    FP8 = "fp8"
+    """FP8 (E4M3), 8 bits, with a scale for the keys and one for the values of each layer."""
+
+    @property
+    def in_vllm(self) -> str:
+        """Name of the format in vLLM."""
+        return {KvCache.AUTO: "auto", KvCache.FP8: "fp8_e4m3"}[self]
+
+
 class OldLogProbs(StrEnum):
     """Sources of a step's old log-probs, which are of the policy before its update."""
 

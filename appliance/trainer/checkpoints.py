@@ -26,6 +26,7 @@ from ray.exceptions import RayTaskError
 
 from appliance.errors import CheckpointError, last_line
 from appliance.files import is_full, is_refused, sync_to_disk
+from appliance.quant.kv_scales import Pairs
 from appliance.quant.uaq import MARK_FILE
 from appliance.record.checkpoints import (
     FOLDER,
@@ -86,6 +87,9 @@ class DriverState:
     """Line of metrics.jsonl about the step."""
 
     precision: PrecisionState
+    kv_ranges: dict[str, tuple[float, float]] | None = None
+    """Ranges that the scales of the engines' FP8 KV cache follow from in the step after this one: of keys and values,
+    by layer; None for a cache of 16 bits."""
     schema_version: Literal[1] = 1
 
 
@@ -129,14 +133,18 @@ class Checkpoints:
         """Forget the step before: until this one ends there is nothing that could be saved."""
         self._step_end = None
 
-    def end_step(self, line: dict[str, Any], *, precision: PrecisionState, is_last: bool) -> None:
+    def end_step(
+        self, line: dict[str, Any], *, precision: PrecisionState, is_last: bool, kv_ranges: Pairs | None = None
+    ) -> None:
         """Remember the step that just ended, and save it when it is due. Raises as `save_now`.
 
-        line: what metrics.jsonl got of it.
+        line: what metrics.jsonl got of it.  kv_ranges: of the engines' scales now.
         """
         step, val_reward = line["step"], line.get("val_reward_mean")
         data = self._data()  # before the random state: the loader's own may draw from it
-        self._remember(DriverState(step=step, random=take_random(), line=line, precision=precision), data=data)
+        ranges = None if kv_ranges is None else dict(kv_ranges)
+        state = DriverState(step=step, random=take_random(), line=line, precision=precision, kv_ranges=ranges)
+        self._remember(state, data=data)
         is_best = val_reward is not None and (self._best is None or val_reward > self._best)
         self._best = val_reward if is_best else self._best
         ask = self._run_dir / ASK_FILE

@@ -329,6 +329,8 @@ class StepParts:
     """Keys of BatchCorrection."""
     sync: SyncRecord | None = None
     """The weight update that ended it."""
+    kv_scales: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Keys of KvScaleUpdates about that update; empty for a KV cache of 16 bits."""
     differing: DifferingToken | None = None
     """Token whose log-prob the update's forward did not give as the rollouts did, until a layer was searched for."""
 

@@ -257,9 +257,11 @@ class WeightUpdates:
         restart: Callable[[str], None],
         attest: Callable[[], None],
         is_leaving: Callable[[], bool],
+        after: Callable[[int], None] | None = None,
     ) -> None:
         """restart: has engines started in `precision.starts_in`; gets why.  attest: after an update with which layers
-        changed.  is_leaving: whether the run was asked to stop: engines that start now would not be used."""
+        changed.  is_leaving: whether the run was asked to stop: engines that start now would not be used.  after:
+        called with the number of each update that is proven, before anything is generated."""
         self.count = 0
         self.last = None
         self._plan = plan
@@ -268,10 +270,11 @@ class WeightUpdates:
         self._restart = restart
         self._attest = attest
         self._is_leaving = is_leaving
+        self._after = after
 
     def proven(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what replaces verl's call. It raises what `restart` and `attest` raise, SyncError when a rank has
-        not proven the update, and as RolloutPrecision.took."""
+        """Return what replaces verl's call. It raises what `restart`, `attest` and `after` raise, SyncError when a rank
+        has not proven the update, and as RolloutPrecision.took."""
 
         def update_and_check(*args: Any, **kwargs: Any) -> Any:
             present, target = self._engines.generation.precision, self._precision.starts_in
@@ -293,6 +296,8 @@ class WeightUpdates:
                 self._precision.took(self.last)
             if any(one.switched for one in self.last.acknowledgements):
                 self._attest()
+            if self._after is not None:
+                self._after(self.count)
             return result
 
         return update_and_check

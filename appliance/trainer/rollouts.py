@@ -58,6 +58,8 @@ class Rollouts:
     """Number of prompts of training since the start, filtered ones included."""
     generated_tokens: int
     """Number of tokens of training since the start, filtered ones included."""
+    step_prompts: list[list[int]]
+    """Token ids of the prompts of the newest step of training, filtered ones included."""
 
     def __init__(
         self,
@@ -104,6 +106,8 @@ class Rollouts:
         self._validates = False  # whether the newest call was for a validation
         self.generated_prompts = 0
         self.generated_tokens = 0
+        self.step_prompts = []
+        self._prompts_of_step = 0  # the number of that step
         self._progress = threading.Event()
         self._futures: list[Future[None]] = []
         self._failure: BaseException | None = None
@@ -177,6 +181,8 @@ class Rollouts:
         partition = "val" if validate else "train"
         shaping = Shaping() if validate else self._shaping
         prompts = [self._make_prompt(row, sampling=sampling, seeds=seeds) for row in rows]
+        if not validate:
+            self._note_step(prompts)
         shares = {number: share for number, share in enumerate(self.engines.assign(prompts)) if share}
         engines = [self._stream(number, share, sampling=sampling) for number, share in shares.items()]
         grades = [asyncio.create_task(self._grade_samples(prompt)) for prompt in prompts]
@@ -207,15 +213,24 @@ class Rollouts:
             for task in (*tasks, lowest, *grades, *streams):
                 task.cancel()
 
-    def _make_prompt(self, row: dict[str, Any], *, sampling: Sampling, seeds: PromptSeeds) -> Prompt:
-        messages = list(row["raw_prompt"])
+    def _note_step(self, prompts: Sequence[Prompt]) -> None:
+        """Note the prompts of a step. Dynamic sampling asks for more of them in the same step."""
+        step = max((int(prompt.row["global_steps"]) for prompt in prompts), default=self._prompts_of_step)
+        before = self.step_prompts if step == self._prompts_of_step else []
+        self._prompts_of_step, self.step_prompts = step, [*before, *(prompt.token_ids for prompt in prompts)]
+
+    def prompt_ids(self, messages: Sequence[Any]) -> list[int]:
+        """Return the token ids of a chat, as the engines get them."""
         if self._turns is not None:
-            ids = self._turns.prompt_ids(messages)
+            ids = self._turns.prompt_ids(list(messages))
         else:
             ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self._clock
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False, **self._clock
             )
-        token_ids = list(ids)[-self._max_prompt_tokens :]
+        return list(ids)[-self._max_prompt_tokens :]
+
+    def _make_prompt(self, row: dict[str, Any], *, sampling: Sampling, seeds: PromptSeeds) -> Prompt:
+        token_ids = self.prompt_ids(row["raw_prompt"])
         seed = seeds.next(token_ids, step=int(row["global_steps"])) if sampling.temperature else None
         return Prompt(row, token_ids, seed, self._loop.create_future())
 

@@ -22,6 +22,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from appliance.corrections.objective import Aggregate
 from appliance.errors import ApplianceError, GuardStop, RecipeError, TrainingError
 from appliance.guard.signals import Signals
+from appliance.quant.kv_scales import Pairs
 from appliance.quant.mismatch import DifferingToken
 from appliance.record.checkpoints import checkpoint_folder, owed_line
 from appliance.record.code import attested_code
@@ -29,7 +30,7 @@ from appliance.record.events import append_event, run_started
 from appliance.record.plan import RunPlan
 from appliance.tasks.library import too_few_problems
 from appliance.terms.phases import Phase
-from appliance.terms.settings import OldLogProbs
+from appliance.terms.settings import KvCache, OldLogProbs
 from appliance.trainer.attest import (
     SEARCH_EVERY,
     attest_driver,
@@ -45,6 +46,7 @@ from appliance.trainer.correction import BatchCorrection, gdpo_weights, with_gdp
 from appliance.trainer.engines import RolloutEngines
 from appliance.trainer.export import export_checkpoint
 from appliance.trainer.governor import Governor, guard_stop, signals_of
+from appliance.trainer.kv_scales import KvScaleUpdates
 from appliance.trainer.metrics import (
     RATE,
     StepParts,
@@ -101,6 +103,9 @@ class ApplianceTrainer(PPOTrainerSync):
         saved = read_state(Path(plan.resume_from)).precision if as_saved else None
         self.precision.begin(self.governor.measures, saved=saved)
         self.engines = RolloutEngines(self.run_dir, precision=self.precision.starts_in, on_death=on_engine_death)
+        self.kv_scales: KvScaleUpdates | None = None
+        if plan.rollout.kv_cache is KvCache.FP8:
+            self.kv_scales = KvScaleUpdates(self.run_dir, servers=lambda: self.llm_server_manager.server_handles)
         self.updates = WeightUpdates(
             plan,
             precision=self.precision,
@@ -108,6 +113,7 @@ class ApplianceTrainer(PPOTrainerSync):
             restart=self._restart_engines,
             attest=lambda: attest_switch(plan, workers=self.actor_rollout_wg.workers),
             is_leaving=lambda: stopping.is_requested,
+            after=self.kv_scales.after_update if self.kv_scales is not None else None,
         )
         self.validation = Validation(plan, precision=self.precision, check_stop=stopping.check)
         self.correction = BatchCorrection(plan)
@@ -153,7 +159,19 @@ class ApplianceTrainer(PPOTrainerSync):
         self.rollouts = rollouts
         wait_for_rollouts(self.replay_buffer, rollouts=rollouts, check_stop=self.stopping.check)
         choose_in_order(self.replay_buffer, is_busy=lambda: rollouts.is_busy, looks_early=not self.plan.is_cpu)
+        if self.kv_scales is not None:
+            first = range(min(len(self.train_dataset), self.plan.batch.prompts_per_step))
+            rollouts.step_prompts = [rollouts.prompt_ids(self.train_dataset[row]["raw_prompt"]) for row in first]
+            self.kv_scales.begin(rollouts, sync=self.updates.count, saved=self._saved_kv_ranges())
         super().fit(rollouts)
+
+    def _saved_kv_ranges(self) -> Pairs | None:
+        """Return the ranges of the checkpoint that the run resumes from; None where rollouts are in another precision
+        than theirs."""
+        if not self.plan.resume_from:
+            return None
+        state = read_state(Path(self.plan.resume_from))
+        return state.kv_ranges if state.precision == self.precision.state else None
 
     def on_train_begin(self) -> None:
         """Ask for the guard's measures with the next update: the engines are as at the end of the last step."""
@@ -167,6 +185,8 @@ class ApplianceTrainer(PPOTrainerSync):
         super().on_step_begin()
 
     def on_sample_begin(self) -> None:
+        if self.kv_scales is not None:
+            self.kv_scales.check(self.updates.count)
         self._begin_phase(Phase.ROLLOUT)
         self._step = StepParts(self.precision.live)
         super().on_sample_begin()
@@ -276,6 +296,8 @@ class ApplianceTrainer(PPOTrainerSync):
         super().on_step_end()
         self.timing_raw["update_weights"] -= self.engines.restart_s - before
         self._step.sync = self.updates.last
+        if self.kv_scales is not None:
+            self._step.kv_scales = self.kv_scales.metrics()
         if self._step.differing is not None:
             self._search_layer(self._step.differing, has_moved=True)
 
@@ -314,6 +336,7 @@ class ApplianceTrainer(PPOTrainerSync):
         line |= self.engines.take_restart() | self._step.rolled.metrics() | self.governor.metrics()
         if self.plan.algorithm.filters:
             line |= self.sampling.end_step(metrics, rollouts=self.rollouts, rollout_s=timing_raw["gen"])
+        line |= self._step.kv_scales
         if self.plan.task.is_own:
             line |= self.rollouts.grades.reward_means(batch.keys, step=global_steps)
         telemetry, is_exact, cap = self._step.telemetry, self._step.is_exact(self.plan), self.correction.token_cap
@@ -454,7 +477,8 @@ class ApplianceTrainer(PPOTrainerSync):
         decision = self.governor.after_step(signals)
         self.precision.want(self.governor.measures)
         is_last = self.global_steps >= self.plan.trainer.steps
-        self.checkpoints.end_step(line, precision=self.precision.state, is_last=is_last)
+        kv_ranges = self.kv_scales.ranges if self.kv_scales is not None else None
+        self.checkpoints.end_step(line, precision=self.precision.state, kv_ranges=kv_ranges, is_last=is_last)
         if decision is not None:
             raise guard_stop(decision, saved=self.checkpoints.save_now(BY_THE_GUARD))
         if self.precision.restarts_in(self.global_steps + 1, present=self.engines.generation.precision):

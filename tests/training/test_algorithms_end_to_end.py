@@ -76,6 +76,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
         "optimizer.weight_decay=0.1",
         "optimizer.max_grad_norm=0.5",
         "model.lora={rank: 4, alpha: 8, targets: [v_proj, up_proj], sync: adapter}",
+        "rollout.kv_cache=fp8",  # whose scales are measured through the adapter
     ),
     "sapo": (
         "algorithm.kind=dapo",
@@ -231,10 +232,11 @@ def test_three_steps_with_int8_rollouts(with_tiny_cache: Callable[[Path], Path],
     lines, recipe = lines_of(done), recipe_of(name)
     assert len(lines) == STEPS and {line["scheme"] for line in lines} == {"int8"}
     assert all(line["grad_norm"] > 0 and math.isfinite(line["grad_norm"]) for line in lines)
-    driver, trainer = (
+    driver, trainer, engine = (
         json.loads((done.run_dir / "attest" / f"{process}-0.json").read_text())["detail"]
-        for process in ("driver", "trainer")
+        for process in ("driver", "trainer", "rollout-0")
     )
+    assert engine["kv_cache"] == recipe.rollout.kv_cache
     algorithm = recipe.algorithm
     by_deviation = algorithm.advantage is not Advantage.DR_GRPO
     advantage = "gdpo" if algorithm.advantage is Advantage.GDPO else ESTIMATORS[algorithm.advantage]

@@ -27,7 +27,15 @@ from appliance.record.plan import UaqPlan
 from appliance.settings.sections import Checkpoint
 from appliance.terms.schemes import AS_PLANNED, Scheme
 from appliance.trainer import checkpoints
-from appliance.trainer.checkpoints import ASK_FILE, Checkpoints, at_its_place, restore_random, take_random, why_save
+from appliance.trainer.checkpoints import (
+    ASK_FILE,
+    Checkpoints,
+    at_its_place,
+    read_state,
+    restore_random,
+    take_random,
+    why_save,
+)
 from appliance.trainer.entry import translate
 from appliance.trainer.metrics import append_metrics
 from appliance.trainer.precision import PrecisionState
@@ -100,13 +108,21 @@ def test_a_checkpoint_has_everything_of_its_step(tmp_path: Path) -> None:
     assert torch.load(folder / "data.pt", weights_only=True) == {"position": 2}
     assert json.loads((folder / "guard.json").read_text()) == {"step": 2}
     state = json.loads((folder / "state.json").read_text())
-    assert state.keys() == {"step", "random", "line", "precision", "schema_version"}
+    assert state.keys() == {"step", "random", "line", "precision", "kv_ranges", "schema_version"}
     assert (state["step"], state["line"]) == (2, {"step": 2, "time_s": 1.0, "val_reward_mean": 0.25})
+    assert state["kv_ranges"] is None
     events = [json.loads(line) for line in (saves.run_dir / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["what"]) for event in events] == [
         ("phase", "save"),
         ("checkpoint", "step 2 is saved"),
     ]
+
+
+def test_a_checkpoint_has_the_ranges_of_keys_and_values_bit_for_bit(tmp_path: Path) -> None:
+    """As a run with a KV cache in FP8 gives them."""
+    saves, ranges = Saves(tmp_path / "run", every_steps=1), {"a": (1 / 3, 2.0**-40), "b": (448.0, 0.1)}
+    saves.checkpoints.end_step({"step": 1}, precision=INT8, kv_ranges=ranges, is_last=False)
+    assert read_state(checkpoint_folder(saves.run_dir, step=1)).kv_ranges == ranges
 
 
 def test_a_checkpoint_has_the_scales_and_the_fits_that_its_run_goes_on_with(tmp_path: Path) -> None:

@@ -88,6 +88,25 @@ def test_a_chat_template_is_told_the_day_of_the_run() -> None:
     assert prompts[0] == prompts[1]
 
 
+def test_the_prompts_of_the_newest_step_are_known_all_of_them() -> None:
+    """Those of a validation are none, and dynamic sampling asks for more of them in the same step."""
+    rollouts = make_rollouts(Engine(EngineError("gone")))
+    rollouts._tokenizer = SimpleNamespace(apply_chat_template=lambda messages, **_: [messages[0], 7])
+
+    def sample(*chats: int, step: int, validate: bool = False) -> list[list[int]]:
+        rows = [{"raw_prompt": [chat], "global_steps": step, "uid": "u", "reward_model": None} for chat in chats]
+        with pytest.raises(EngineError, match="gone"):
+            asyncio.run_coroutine_threadsafe(
+                rollouts._sample(rows, sampling=GREEDY, seeds=PromptSeeds(0), validate=validate), rollouts._loop
+            ).result()
+        return rollouts.step_prompts
+
+    assert sample(1, 2, step=1) == [[1, 7], [2, 7]]
+    assert sample(3, step=1) == [[1, 7], [2, 7], [3, 7]]
+    assert sample(9, step=1, validate=True) == [[1, 7], [2, 7], [3, 7]]
+    assert sample(4, step=2) == [[4, 7]]
+
+
 def test_a_pause_is_never_ended_by_another_call() -> None:
     """vLLM answers a pause when the engine stands still; one that is resumed before that is not answered."""
     waiting: list[asyncio.Future[None]] = []

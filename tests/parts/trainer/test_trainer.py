@@ -3,6 +3,7 @@ what a test is about are the real ones."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -23,12 +24,12 @@ from appliance.errors import AttestationError, GuardStop, RecipeError, TrainingE
 from appliance.record.attestations import Attestation, fingerprint, write_attestation
 from appliance.record.checkpoints import checkpoint_folder, read_manifest
 from appliance.record.plan import ExpectedAttestation
-from appliance.terms.schemes import AS_PLANNED, Scheme
+from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import OldLogProbs
 from appliance.trainer import trainer as room
 from appliance.trainer.checkpoints import Checkpoints
 from appliance.trainer.metrics import StepParts
-from appliance.trainer.precision import Live, PrecisionState
+from appliance.trainer.precision import BF16, Live, PrecisionState
 from appliance.trainer.stopping import StopAsked
 from appliance.trainer.trainer import ApplianceTrainer
 
@@ -181,6 +182,40 @@ def test_the_parts_do_their_work_in_this_order(trainer: ApplianceTrainer, calls:
     trainer.checkpoints.saved_step = 3
     call(trainer, hook)
     assert calls == [each for each in ORDERS[hook] if each != "checkpoints.saved_step"]
+
+
+RANGES = {"model.layers.0.self_attn.attn": (12.0, 0.5)}
+
+
+def test_scales_of_keys_are_checked_before_rollouts_and_saved_with_the_step(
+    trainer: ApplianceTrainer, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.kv_scales = Part("kv_scales", calls, metrics={"kv_range_drift": 0.25})
+    trainer.kv_scales.ranges = RANGES
+    trainer.on_step_end()
+    lines, saved = [], []
+    monkeypatch.setattr(room, "append_metrics", lambda run_dir, line: lines.append(line) or line)
+    trainer.checkpoints.end_step = lambda line, **keywords: saved.append(keywords["kv_ranges"])
+    trainer.checkpoints.saved_step = 3
+    call(trainer, "_compute_metrics")
+    assert [line["kv_range_drift"] for line in lines] == [0.25] and saved == [RANGES]
+    calls.clear()
+    trainer.on_sample_begin()
+    assert calls == ["kv_scales.check", "phase rollout", "verl"]
+
+
+@pytest.mark.parametrize(("rollouts", "expected"), [(AS_PLANNED, RANGES), (BF16, None)])
+def test_a_resumed_run_takes_the_scales_of_its_checkpoint_where_rollouts_are_in_its_precision(
+    trainer: ApplianceTrainer, monkeypatch: pytest.MonkeyPatch, rollouts: Precision, expected: object
+) -> None:
+    """Scales that were measured on INT8 weights are not those of BF16 weights."""
+    saved = PrecisionState("int8", AS_PLANNED, AS_PLANNED, Scheme.INT8, 0.0)
+    state = SimpleNamespace(kv_ranges=RANGES, precision=saved)
+    monkeypatch.setattr(room, "read_state", lambda folder: {"/a/global_step_2": state}[str(folder)])
+    trainer.precision.state = dataclasses.replace(saved, rollouts=rollouts)
+    assert trainer._saved_kv_ranges() is None  # of a run that starts
+    trainer.plan = trainer.plan.replace(resume_from="/a/global_step_2")
+    assert trainer._saved_kv_ranges() == expected
 
 
 @pytest.mark.parametrize(("differing", "broken", "searched"), [(0, 0.0, 0), (1, 0.0, 1), (1, 0.25, 0)])

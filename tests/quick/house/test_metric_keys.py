@@ -22,6 +22,7 @@ WRITERS = {  # functions whose dict literals become a line of metrics.jsonl
     "trainer.correction": {"centering_metrics", "prepare"},
     "trainer.engines": {"take_restart"},
     "trainer.governor": {"metrics"},
+    "trainer.kv_scales": {"metrics"},
     "trainer.metrics": {"metrics", "step_metrics", "_reference_kl"},
     "trainer.precision": {"metrics", "make"},
     "trainer.replay_buffer": {"end_step"},

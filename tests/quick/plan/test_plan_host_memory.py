@@ -18,6 +18,7 @@ from appliance.plan.memory import (
     kv_cache_blocks,
     kv_cache_bytes,
     memory_by_role,
+    one_sequence,
     peak,
     shape_on_cpu,
 )
@@ -90,6 +91,15 @@ def test_the_cache_is_no_larger_than_all_sequences_need() -> None:
     assert kv_cache_blocks(planned(*MANY_TOKENS), SMALL) is None
     assert kv_cache_blocks(on(plan, "h100-80gb"), SMALL) is None
     assert kv_cache_blocks(plan, dataclasses.replace(SMALL, partial_window=64)) is None
+
+
+def test_in_fp8_keys_and_values_take_half_of_the_bytes() -> None:
+    in_fp8, few = "rollout.kv_cache=fp8", ("task.max_prompt_tokens=65", "task.max_response_tokens=65")
+    plan, usual = planned(in_fp8, *few), planned(*few)
+    assert kv_cache_blocks(plan, SMALL) == kv_cache_blocks(usual, SMALL)
+    assert 2 * kv_cache_bytes(plan, SMALL) == kv_cache_bytes(usual, SMALL)
+    assert 2 * one_sequence(plan, SMALL) == one_sequence(usual, SMALL)
+    assert kv_cache_bytes(planned(in_fp8, *MANY_TOKENS), SMALL) == GIB  # with twice the sequences in it
 
 
 def test_the_plan_gives_the_engine_as_many_blocks() -> None:

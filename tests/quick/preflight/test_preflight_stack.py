@@ -30,7 +30,8 @@ REMEDY = "install the locked requirements: `make demo` does, or the image"
 
 def test_every_record_fits_what_is_installed() -> None:
     """And plans ask for each of them."""
-    of_rollouts, of_trainers = build.CPU_ROLLOUT_PATCHES + build.CPU_ADAPTER_PATCHES, build.CPU_TRAINER_PATCHES
+    of_rollouts = build.CPU_ROLLOUT_PATCHES + build.CPU_ADAPTER_PATCHES + build.CPU_FP8_CACHE_PATCHES
+    of_trainers = build.CPU_TRAINER_PATCHES
     assert set(recorded()) == {*build.VERL_PATCHES, *build.DRIVER_PATCHES, *of_trainers, *of_rollouts}
     assert {name: why_unfit(record) for name, record in recorded().items()} == dict.fromkeys(recorded(), "")
 

@@ -356,6 +356,21 @@ OF_DAPO = "remove it, or set algorithm.kind to `dapo`"
             ),
         ),
         (
+            ("trainer.forward=rollout", "rollout.kv_cache=fp8"),
+            (
+                "rollout.kv_cache: `rollout` computes with keys and values of 16 bits",
+                "use `auto`, or trainer.forward: bf16",
+            ),
+        ),
+        (
+            ("rollout.kv_cache=fp8", "trainer.dtype=fp16", "rollout.scheme=bf16"),
+            ("rollout.kv_cache: `fp8` is rounded from BF16 alone", "use `auto`, or trainer.dtype: bf16"),
+        ),
+        (
+            ("rollout.kv_cache=fp8", "cluster.device=a100"),
+            ("rollout.kv_cache: `fp8` needs a GPU that computes in FP8, and a100 does not", "use `auto`"),
+        ),
+        (
             ("rollout.top_p=0.9", "trainer.sequence_parallel=2", *GPU),
             (
                 "rollout.top_p: log-probs over a part of the words are not computed where GPUs share a sequence",
