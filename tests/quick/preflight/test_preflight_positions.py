@@ -109,13 +109,13 @@ def test_positions_and_windows_that_engine_and_trainer_see_differently(
     architecture: str, config: dict[str, object], findings_of_it: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**WRITTEN, "architectures": [architecture], **config}))
-    found = findings(model_shape=read_shape(tmp_path / "config.json"))
+    judged = findings(model_shape=read_shape(tmp_path / "config.json"))
     remedies = {
         "its rope_type": NO_ROPE,
         "since vLLM 0.29": "keep prompt and response within 8 tokens together, or another model",
     }
     remedies |= {"of 8 tokens": WITHIN_8, "of 16 tokens": NO_WINDOW}
-    assert found == [
+    assert judged == [
         (f"error: model.path: {text}", next(remedy for words, remedy in remedies.items() if words in text))
         for text in findings_of_it
     ]
