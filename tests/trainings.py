@@ -33,6 +33,9 @@ FEW = "task.val_size=64"  # of trainings that do not look at validation; those o
 LEARNED_WITHIN_S = 240 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 480
 
 
+HAS_FP8_CACHE = "avx512f" in Path("/proc/cpuinfo").read_text()
+NO_FP8_CACHE = "an FP8 KV cache on a CPU needs AVX-512"
+
 SECRETS = ("planted-key-of-wandb-9d41", "hf_plantedTokenOfTheHub7c02")  # words that are nowhere else
 
 

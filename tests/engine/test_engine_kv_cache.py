@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 from engines import Engine, free_engine, make_checkpoint, read_checkpoint, start_engine
+from trainings import HAS_FP8_CACHE, NO_FP8_CACHE
 
 from appliance.errors import EngineError, SyncError
 from appliance.quant.kv_scales import LARGEST, Pairs, digest_of, scales_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(not HAS_FP8_CACHE, reason=NO_FP8_CACHE)]
 
 MEMORY = 8 << 20  # bytes of the KV cache
 PROMPTS = [[(7 * row + 3 * column) % 500 + 1 for column in range(40)] for row in range(6)]

@@ -9,13 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainings import FEW, Finished, command, train
+from trainings import FEW, HAS_FP8_CACHE, NO_FP8_CACHE, Finished, command, train
 
 from appliance.quant.kv_scales import digest_of, scales_of
 from appliance.record.checkpoints import checkpoint_folder
 from appliance.trainer.checkpoints import read_state
 
-pytestmark = [pytest.mark.e2e(minutes=2), pytest.mark.long]
+pytestmark = [
+    pytest.mark.e2e(minutes=2),
+    pytest.mark.long,
+    pytest.mark.skipif(not HAS_FP8_CACHE, reason=NO_FP8_CACHE),
+]
 
 STEPS = 3
 LAYERS = 4
