@@ -113,7 +113,9 @@ def train(plan: RunPlan, *, overrides: list[str]) -> None:
     stopping = Stopping(run_dir, resumed_step=resumed or 0)
     importing = threading.Thread(target=importlib.import_module, args=("appliance.trainer.fit",))
     importing.start()
-    with _ray_of(plan) as on_death:
+    with contextlib.ExitStack() as ending:
+        ending.callback(stopping.over)  # however it ends, after Ray's own end
+        on_death = ending.enter_context(_ray_of(plan))
         from ray.exceptions import RayActorError
 
         from appliance.trainer.process_watch import NAMED_AFTER_S, ProcessWatch

@@ -40,7 +40,8 @@ def test_runs_behind_a_link_are_on_the_volume_that_it_leads_to(
     (tmp_path / link).symlink_to(tmp_path / target)
     mounts = MOUNTS + f"25 21 8:1 /c {tmp_path}/volume rw - ext4 /dev/vda rw\n"
     monkeypatch.setenv(IMAGE_VARIABLE, "cpu")
-    monkeypatch.setattr(Path, "read_text", lambda _: mounts)
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: mounts if path.name == "mountinfo" else read_text(path))
     found = read_container(tmp_path / link)
     assert found is not None and found.run_root_lasts is lasts
 

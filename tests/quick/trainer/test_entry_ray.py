@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from appliance.launch.train import make_ray_dir, make_ray_token
 from appliance.terms.environment import RAY_DIR_VARIABLE, RAY_OWN, RUN_VARIABLE, with_ray_token
 from appliance.trainer.entry import _start_ray, train
 from appliance.trainer.process_watch import NAMED_AFTER_S
+from appliance.trainer.stopping import LOOK_EVERY_S
 
 # With a worker of Ray's, which has to be heard, too.
 DRIVER = """
@@ -106,3 +108,7 @@ def test_who_died_is_for_the_watch_to_say(
     with pytest.raises(type(raised)):
         train(make_plan(tmp_path), overrides=[])
     assert slept == waited_s
+    ended = [thread for thread in threading.enumerate() if thread.name == "stop-watch"]
+    for thread in ended:
+        thread.join(10 * LOOK_EVERY_S)
+    assert not any(thread.is_alive() for thread in ended)  # it would end this process at the next run's request
