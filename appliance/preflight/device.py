@@ -21,7 +21,7 @@ from appliance.record.plan import RunPlan
 from appliance.settings.sections import Attention, SchemeChange
 from appliance.terms.devices import PAYS_FROM, StoredResult, why_not
 from appliance.terms.families import FAMILIES
-from appliance.terms.schemes import BLOCK, Scales, Scheme, why_no_groups
+from appliance.terms.schemes import BLOCK, Scales, why_no_groups
 from appliance.terms.settings import KvCache
 from appliance.terms.shapes import ModelShape
 
@@ -297,7 +297,7 @@ def _doubt(plan: RunPlan, *, host: HostFacts, shape: ModelShape | None) -> str:
     rollouts of that model gained nothing, layers of a 7B did (docs/results/bench-7b.md). One flow leaves out AMX."""
     if shape is not None and shape.is_tiny:
         return f"with {shape.millions} the time goes to the sampler and the processes around it"
-    if plan.is_cpu and plan.rollout.scheme is Scheme.INT4:
+    if plan.is_cpu and plan.rollout.scheme.spec.scales is Scales.GROUP:  # of weights alone: activations are in BF16
         return "on a CPU it saves memory and no time"
     if plan.is_cpu:
         has_amx = "amx_bf16" in host.cpu_flags and not plan.trainer.one_flow
