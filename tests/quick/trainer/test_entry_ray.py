@@ -100,7 +100,7 @@ def test_who_died_is_for_the_watch_to_say(
 ) -> None:
     """The call to an actor may hear of its death before the watch does, and does not know whose it is."""
     slept: list[float] = []
-    raised = error()
+    raised, before = error(), threading.enumerate()
     monkeypatch.setitem(sys.modules, "appliance.trainer.fit", SimpleNamespace(fit=MagicMock(side_effect=raised)))
     monkeypatch.setattr("appliance.trainer.process_watch.ProcessWatch", MagicMock())
     monkeypatch.setattr("appliance.trainer.entry._ray_of", lambda plan: nullcontext())
@@ -108,7 +108,7 @@ def test_who_died_is_for_the_watch_to_say(
     with pytest.raises(type(raised)):
         train(make_plan(tmp_path), overrides=[])
     assert slept == waited_s
-    ended = [thread for thread in threading.enumerate() if thread.name == "stop-watch"]
+    ended = [thread for thread in threading.enumerate() if thread.name == "stop-watch" and thread not in before]
     for thread in ended:
         thread.join(10 * LOOK_EVERY_S)
     assert not any(thread.is_alive() for thread in ended)  # it would end this process at the next run's request
