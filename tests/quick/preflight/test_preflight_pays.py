@@ -107,6 +107,12 @@ def test_on_a_cpu_its_kind_is_doubted_and_not_the_models_size(
     assert [finding.text for finding in findings] == [text] * bool(text)
 
 
+def test_one_flow_leaves_out_amx_so_nothing_is_said_of_it() -> None:
+    plan = with_trainer(planned(response=16, device="cpu"), forward=Forward.ROLLOUT)
+    host = replace(HOST, cpu_flags=frozenset({"amx_int8", "amx_bf16"}))
+    assert list(judge_gain(plan, host=host, shape=SMALL, stored=None)) == []
+
+
 def test_nothing_is_said_of_a_large_model_with_long_responses_nor_of_bf16() -> None:
     assert list(judge_gain(planned(), host=HOST, shape=LARGE, stored=None)) == []
     assert list(judge_gain(planned(Scheme.BF16, response=8), host=HOST, shape=SMALL, stored=stored(0.5))) == []

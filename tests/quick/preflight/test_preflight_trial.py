@@ -323,6 +323,12 @@ def test_an_empty_truth_is_told_where_a_function_takes_it(tmp_path: Path, body: 
     assert doubt == ("in 1 of 4 rows the truth is empty, and `f` judges them: row 3" if is_doubted else "")
 
 
+def test_an_empty_truth_that_a_function_does_not_judge_is_nothing_to_tell(tmp_path: Path) -> None:
+    program = "def f(response, truth):\n    return float(truth in response) if truth else None\n"
+    judges = make_reward("length", target=4)
+    assert judged(tmp_path, judges, truths=["1", "1", "", "1"], program=program).doubt == ""
+
+
 def test_a_truth_that_is_no_single_number_is_told_under_number(tmp_path: Path) -> None:
     rows = ["12", "$1,234.50", "-3", "50%", "7 apples", "so 1 and 2\n#### 5", "1e-5", "3 and 4", "2/3", 9]
     verdict = judged(tmp_path, make_reward("number"), truths=rows)
