@@ -435,6 +435,7 @@ _ITSELF = "is what this command runs in, or stands beside it"
 # What docs/gpu.md calls read only, and no row runs.
 BEYOND: dict[str, str] = {
     "lock, `requirements/cpu.txt` and `requirements/gpu.txt`": _ITSELF,
+    "`rollout.kv_cache: fp8`": "no row yet: those that there are fill the time of a lent GPU",
     "FP8 experts": "refused; a model that has them in `quantization.ignore` is in no row",
     "INT8 on Blackwell": "refused",
     "two nodes of one cluster": _HOSTS,
