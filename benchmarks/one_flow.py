@@ -310,15 +310,15 @@ class Trainer:
         import torch
 
         from appliance.quant.cpu_gemm import load_kernels, packed, quantise_weight
-        from appliance.sync.manifest import Manifest, record
+        from appliance.sync.manifest import Manifest, record_tensor
 
         load_kernels()
         records, received = [], {}
         for name, parameter in self.model.named_parameters():
             sent = parameter.detach().full_tensor().to(torch.bfloat16)
-            records.append(record(name, sent))
+            records.append(record_tensor(name, sent))
             received[name] = sent.clone().clone()
-            record(name, received[name])
+            record_tensor(name, received[name])
         for linear in self.flow.linears():
             weight_NK = torch.cat([received[f"{name}.weight"] for name in linear.part_names])
             if scheme is Scheme.INT8:

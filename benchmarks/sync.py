@@ -179,11 +179,11 @@ def peak_of_tensors(work: Callable[[], object], *, times: int) -> int:
 
 def measure(shapes: Shapes, *, schemes: tuple[Scheme, ...], pairs: int, prove_every: int) -> Measured:
     """`pairs` updates of each engine, in turns, after one that warms up; then `prove_every` of each for the memory."""
-    from appliance.sync.manifest import record
+    from appliance.sync.manifest import record_tensor
 
     with tempfile.TemporaryDirectory() as folder:
         tensors = random_state(shapes, folder=Path(folder))
-        records = tuple(record(name, tensor) for name, tensor in tensors.items())
+        records = tuple(record_tensor(name, tensor) for name, tensor in tensors.items())
         engines = [Engine(Path(folder), scheme=scheme, prove_every=prove_every) for scheme in schemes]
         timed_updates = []
         for pair in range(-1, pairs):

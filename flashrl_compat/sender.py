@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, precision_tensor, record
+from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, precision_tensor, record_tensor
 from appliance.terms.schemes import AS_PLANNED
 
 
@@ -24,7 +24,7 @@ def with_manifest(
     had, and one.  An engine under FLASHRL_CONFIG generates nothing until all of it has arrived as it was sent.
     """
     start = precision_tensor(AS_PLANNED)
-    records = [record(DIRECTIVE_NAME, start)]
+    records = [record_tensor(DIRECTIVE_NAME, start)]
     device = None
     for name, tensor in weights:
         sent = tensor.detach()
@@ -32,6 +32,6 @@ def with_manifest(
         if device is None:
             device = sent.device
             yield DIRECTIVE_NAME, start.to(device)
-        records.append(record(name, sent))
+        records.append(record_tensor(name, sent))
         yield name, sent
     yield MANIFEST_NAME, Manifest(sync=number, records=tuple(records)).to_tensor().to(device or "cpu")

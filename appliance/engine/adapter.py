@@ -40,7 +40,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from appliance.engine.kernel_proof import ProofFault, ask, first_beyond
+from appliance.engine.kernel_proof import ProofFault, choose_request, find_wrong_channel
 from appliance.engine.precision import read_directive
 from appliance.engine.update import WeightState, WeightUpdate
 from appliance.errors import SyncError
@@ -48,7 +48,7 @@ from appliance.patch import Patch
 from appliance.quant.codec import all_finite
 from appliance.quant.cpu_gemm import exact_linear
 from appliance.quant.profile import Smoothing, fold_columns, fold_rows
-from appliance.sync.manifest import DIRECTIVE_NAME, digest, record
+from appliance.sync.manifest import DIRECTIVE_NAME, digest, record_tensor
 from appliance.sync.records import Acknowledgement
 from appliance.terms.schemes import AS_PLANNED, Precision
 
@@ -249,7 +249,7 @@ class AdapterLayers:
                 continue
             if mismatch := self._not_held(wrapper, matrices, place=place):
                 raise _differs(sync, name, mismatch)
-            if ask(turn, sync=sync, every=every, everyone=everyone) is None:
+            if choose_request(turn, sync=sync, every=every, everyone=everyone) is None:
                 continue
             num_asked += 1
             if mismatch := self._wrong_answer(name, wrapper, matrices, sync=sync):
@@ -318,7 +318,7 @@ class AdapterLayers:
             answer_MN = wrapper.apply(probe_K[None].to(torch.get_default_device(), self._dtype))
         finally:
             base.quant_method = method
-        return first_beyond(answer_MN[0].double().cpu(), exact_N, bound_N=bound_N + 2.0**-100)
+        return find_wrong_channel(answer_MN[0].double().cpu(), exact_N, bound_N=bound_N + 2.0**-100)
 
 
 class AdapterUpdate(WeightUpdate):
@@ -347,7 +347,7 @@ class AdapterUpdate(WeightUpdate):
     def _take_directive(self, tensor: Tensor) -> None:
         if self._now.is_open or self._matrices:
             raise SyncError("weight update: the precision came after the first tensor")
-        self._now.arrived[DIRECTIVE_NAME] = record(DIRECTIVE_NAME, tensor)
+        self._now.arrived[DIRECTIVE_NAME] = record_tensor(DIRECTIVE_NAME, tensor)
         self._precision_sent = read_directive(tensor)
 
     def _begin_reload(self, precision: Precision) -> None:
@@ -362,7 +362,7 @@ class AdapterUpdate(WeightUpdate):
             raise SyncError(f"weight update: {name} came twice")
         started = time.perf_counter()
         if self._needs_manifest:
-            self._now.arrived[name] = record(name, tensor)
+            self._now.arrived[name] = record_tensor(name, tensor)
         self._now.digest_s += time.perf_counter() - started
         if not all_finite(tensor):
             raise SyncError(f"weight update: {name} has a value that is not finite")

@@ -71,9 +71,9 @@ from appliance.engine.kernel_proof import (
     ProofFault,
     U,
     compute_answer,
-    first_answer,
-    first_beyond,
-    first_scale,
+    find_wrong_answer,
+    find_wrong_channel,
+    find_wrong_scale,
 )
 from appliance.engine.tensor_slots import Slot, round_to_engine
 from appliance.errors import SyncError
@@ -122,11 +122,11 @@ class Fp8Proof(KernelProof):
     def _due_rows(self) -> list[slice]:
         """Return the rows that are due, in blocks of 128: scales of blocks are never cut."""
         channels = self.shape.channels
-        if self.ask.full:
+        if self.request.full:
             return [slice(0, channels)]
         starts = range(0, channels, BLOCK)
         parts = min(ROTATION, len(starts))
-        return [slice(start, min(start + BLOCK, channels)) for start in starts[self.ask.round % parts :: parts]]
+        return [slice(start, min(start + BLOCK, channels)) for start in starts[self.request.round % parts :: parts]]
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
         whole_NK = round_to_engine(tensor)
@@ -164,7 +164,7 @@ class Fp8Proof(KernelProof):
 
     def check(self, layer: Module) -> ProofFault | None:
         held = layer.quant_method.held_scale(layer).reshape(-1).cpu()
-        different = first_scale(held, self._scale.reshape(-1).cpu(), within=self._scale_within)
+        different = find_wrong_scale(held, self._scale.reshape(-1).cpu(), within=self._scale_within)
         return different or self._first_code(layer) or self._first_answer(layer)
 
     def _first_code(self, layer: Module) -> ProofFault | None:
@@ -204,7 +204,7 @@ class EmulatedProof(Fp8Proof):
 
     def _expect_answer(self, parts: list[Tensor], due: QuantisedWeight) -> None:
         """Compute sum_k x_k w'_nk, [N] float64, and its bound, [N] float64, for any order of summation in float32."""
-        if not self.ask.thorough:  # in a full proof all rows are due
+        if not self.request.thorough:  # in a full proof all rows are due
             return
         sums, bounds = [], []
         for part in row_blocks(due):
@@ -214,9 +214,9 @@ class EmulatedProof(Fp8Proof):
         self._answer_N, self._bound_N = torch.cat(sums), torch.cat(bounds)
 
     def _first_answer(self, layer: Module) -> ProofFault | None:
-        if not self.ask.thorough:
+        if not self.request.thorough:
             return None
-        return first_answer(layer, self._signs_K, exact_N=self._answer_N, bound_N=self._bound_N, dtype=self.dtype)
+        return find_wrong_answer(layer, self._signs_K, exact_N=self._answer_N, bound_N=self._bound_N, dtype=self.dtype)
 
 
 class NativeFp8Proof(Fp8Proof):
@@ -261,7 +261,7 @@ class NativeFp8Proof(Fp8Proof):
         roundings = 2 if layer.quant_method.multiplies_in_bf16 else 1
         bound_TN = 2 * roundings * BF16_U * wanted_TN.abs() + _FLUSHED
         for token, column in enumerate(self.columns_T.tolist()):
-            found = first_beyond(out_TN[token], wanted_TN[token], bound_N=bound_TN[token])
+            found = find_wrong_channel(out_TN[token], wanted_TN[token], bound_N=bound_TN[token])
             if found is not None:
                 return replace(found, subject=f"{found.subject}, input channel {column}")
         return None
@@ -276,7 +276,7 @@ class NativeBlockProof(NativeFp8Proof):
         self._outer_NT = torch.empty(0, device="cpu")
 
     def _most_tokens(self) -> int:
-        return TOKENS * (1 + self.ask.round % 2)
+        return TOKENS * (1 + self.request.round % 2)
 
     def _quantised(self, weight_RK: Tensor, *, scale: Tensor) -> QuantisedWeight:
         """Return the codes nearer to 0; those of which the next one passes too are remembered, with the next one."""

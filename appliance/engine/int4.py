@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Module
 from vllm.platforms import current_platform
 
-from appliance.engine.kernel_proof import KernelProof, ProofFault, U, first_answer, first_scale
+from appliance.engine.kernel_proof import KernelProof, ProofFault, U, find_wrong_answer, find_wrong_scale
 from appliance.engine.quantised import OnlineLinearMethod
 from appliance.engine.tensor_slots import Slot, round_to_engine
 from appliance.errors import EngineError, SyncError
@@ -42,7 +42,7 @@ _SAMPLED_ROWS = 4  # of a tensor, that the codec quantises
 
 class Int4Proof(KernelProof):
     """The proof of an INT4 layer: scales, a digest of the codes, and the answer of the rows whose turn it is, one in
-    `ask.parts`."""
+    `request.parts`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,8 +56,8 @@ class Int4Proof(KernelProof):
         self._digests: list[tuple[slice, str]] = []  # rows of the layer, and the digest of their codes
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
-        parts = self.ask.parts
-        first = (self.ask.round - slot.start) % parts
+        parts = self.request.parts
+        first = (self.request.round - slot.start) % parts
         weight_RK = round_to_engine(tensor[slot.rows][first::parts, slot.columns], dtype=self.dtype)
         if not len(weight_RK):  # a tensor of so few rows that it is the turn of none
             return
@@ -97,9 +97,9 @@ class Int4Proof(KernelProof):
         stored = layer.quant_method.held_weight()
         looks_at_N1 = self._looks_at_N[:, None]
         if stored.scale.shape != self._scale_NG.shape:
-            return first_scale(stored.scale, self._scale_NG)
+            return find_wrong_scale(stored.scale, self._scale_NG)
         scale_NG = torch.where(looks_at_N1, self._scale_NG, stored.scale)
-        if mismatch := first_scale(stored.scale.view(-1), scale_NG.view(-1)):
+        if mismatch := find_wrong_scale(stored.scale.view(-1), scale_NG.view(-1)):
             return mismatch
         for rows, received in self._digests:
             if (codes := digest(stored.codes_NK[rows])) != received:
@@ -107,7 +107,9 @@ class Int4Proof(KernelProof):
                 return ProofFault(f"digest of the codes of {asked}", codes, received)
         bound_N = 2 * (self.shape.length + 2) * U * self._magnitude_N.double()
         bound_N[~self._looks_at_N] = torch.inf
-        return first_answer(layer, self._signs_K, exact_N=self._answer_N.double(), bound_N=bound_N, dtype=self.dtype)
+        return find_wrong_answer(
+            layer, self._signs_K, exact_N=self._answer_N.double(), bound_N=bound_N, dtype=self.dtype
+        )
 
 
 def quantise(weight_NK: Tensor) -> QuantisedWeight:

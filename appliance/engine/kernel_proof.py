@@ -92,9 +92,9 @@ class ProofRequest:
         return number % self.parts == self.round % self.parts
 
 
-def ask(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = False) -> ProofRequest | None:
-    """Make the request of a layer; None when it is not asked. turn: number of the layer.  sync: from 1.  every, parts:
-    at least 1.
+def choose_request(turn: int, *, sync: int, every: int, parts: int = 1, everyone: bool = False) -> ProofRequest | None:
+    """Choose what is asked of a layer at an update; None when nothing is. turn: number of the layer.  sync: from 1.
+    every, parts: at least 1.
 
     everyone: all layers fully, as at sync 1.
     """
@@ -138,11 +138,11 @@ class KernelProof(ABC):
     name: str
     shape: LocalShape
     scheme: Scheme
-    ask: ProofRequest
+    request: ProofRequest
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        self._generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{self.name} {self.ask.sync}".encode()))
+        self._generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{self.name} {self.request.sync}".encode()))
 
     @abstractmethod
     def take(self, slot: Slot, tensor: Tensor) -> None:
@@ -173,19 +173,19 @@ class Int8Proof(KernelProof):
         super().__post_init__()
         length = self.shape.length
         self.probe_K = self._integers(COLUMNS, 128, count=length) * self._signs(length)
-        self.probe_K[self.ask.sync % length] = 127
+        self.probe_K[self.request.sync % length] = 127
         self._looks_at_N = torch.zeros(self.shape.channels, dtype=torch.bool, device="cpu")
-        self._looks_at_N[self._part :: self.ask.parts] = True
+        self._looks_at_N[self._part :: self.request.parts] = True
         self._sums_N = torch.zeros(self.shape.channels, dtype=torch.float64, device="cpu")
         self._scale_N = torch.zeros(self.shape.channels, dtype=torch.float32, device="cpu")
         self.samples = []
 
     @property
     def _part(self) -> int:
-        return self.ask.round % self.ask.parts
+        return self.request.round % self.request.parts
 
     def take(self, slot: Slot, tensor: Tensor) -> None:
-        parts = self.ask.parts
+        parts = self.request.parts
         first = (self._part - slot.start) % parts
         whole_NK = round_to_engine(tensor[slot.rows][first::parts], dtype=self.dtype)
         probe_K = self.probe_K.to(whole_NK.device, torch.int8)
@@ -211,13 +211,13 @@ class Int8Proof(KernelProof):
     def check(self, layer: Module) -> ProofFault | None:
         held_N = layer.quant_method.held_scale(layer).reshape(-1).cpu()
         if held_N.shape != self._scale_N.shape:
-            return first_scale(held_N, self._scale_N)
+            return find_wrong_scale(held_N, self._scale_N)
         scale_N = torch.where(self._looks_at_N, self._scale_N, held_N)
         exact_N = self._sums_N * self._scale_N.double()
         bound_N = torch.where(self._looks_at_N, 4 * U * exact_N.abs(), torch.inf)
-        if mismatch := first_scale(held_N, scale_N):
+        if mismatch := find_wrong_scale(held_N, scale_N):
             return mismatch
-        return first_answer(layer, self.probe_K, exact_N=exact_N, bound_N=bound_N, dtype=self.dtype)
+        return find_wrong_answer(layer, self.probe_K, exact_N=exact_N, bound_N=bound_N, dtype=self.dtype)
 
 
 class Bf16Proof(KernelProof):
@@ -229,7 +229,7 @@ class Bf16Proof(KernelProof):
         super().__post_init__()
         length = self.shape.length
         blocks = -(-length // COLUMNS)  # the last one ends with the row, and may share columns with its neighbour
-        first = min(self.ask.round % blocks * COLUMNS, max(0, length - COLUMNS))
+        first = min(self.request.round % blocks * COLUMNS, max(0, length - COLUMNS))
         self._block = slice(first, min(first + COLUMNS, length))
         self._probe_K = torch.zeros(length, dtype=torch.float32, device="cpu")
         self._signs_B = self._signs(self._block.stop - self._block.start).float()
@@ -253,7 +253,7 @@ class Bf16Proof(KernelProof):
         if self._columns_NB.shape[1]:
             return self._first_column(layer)
         exact_N, bound_N = self._answer_N.double(), 2 * COLUMNS * U * self._magnitude_N.double()
-        return first_answer(layer, self._probe_K, exact_N=exact_N, bound_N=bound_N, dtype=self.dtype)
+        return find_wrong_answer(layer, self._probe_K, exact_N=exact_N, bound_N=bound_N, dtype=self.dtype)
 
     def _first_column(self, layer: Module) -> ProofFault | None:
         probe_BK = torch.eye(self._columns_NB.shape[1], self.shape.length, device="cpu").roll(self._block.start, dims=1)
@@ -264,7 +264,7 @@ class Bf16Proof(KernelProof):
         held_BN, wanted_BN = held_BN.double().cpu(), wanted_BN.double().cpu()
         worst_1N = torch.nan_to_num((held_BN - wanted_BN).abs(), nan=torch.inf).argmax(dim=0, keepdim=True)
         kernel_N, expected_N = (each.gather(0, worst_1N)[0] for each in (held_BN, wanted_BN))
-        return first_beyond(kernel_N, expected_N, bound_N=torch.full_like(expected_N, TINY))
+        return find_wrong_channel(kernel_N, expected_N, bound_N=torch.full_like(expected_N, TINY))
 
 
 def rounds_once() -> bool:
@@ -272,7 +272,7 @@ def rounds_once() -> bool:
     return current_platform.is_cpu()
 
 
-def first_answer(
+def find_wrong_answer(
     layer: Module, probe_K: Tensor, *, exact_N: Tensor, bound_N: Tensor, dtype: torch.dtype
 ) -> ProofFault | None:
     """Return the first wrong answer of a layer, or None. bound_N: before the rest is rounded to `dtype`, the
@@ -281,7 +281,7 @@ def first_answer(
     rest_N = compute_answer(layer, probe_K[None], bias_N=bias_N, dtype=dtype)[0]
     wanted_N = exact_N + bias_N.double()
     relative, least = ROUNDS[dtype]
-    return first_beyond(rest_N, wanted_N, bound_N=bound_N + relative * wanted_N.abs() + least)
+    return find_wrong_channel(rest_N, wanted_N, bound_N=bound_N + relative * wanted_N.abs() + least)
 
 
 def compute_answer(
@@ -325,7 +325,7 @@ def exact_product(codes_NK: Tensor, probe_K: Tensor) -> Tensor:
     return torch.mv(codes_NK.double(), probe_K.double()).cpu()  # vLLM's batch-invariant matmul wants two matrices
 
 
-def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> ProofFault | None:
+def find_wrong_channel(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> ProofFault | None:
     """Find the channel that is furthest beyond its bound. What is not finite is beyond any."""
     excess_N = torch.nan_to_num((kernel_N - expected_N).abs() / bound_N, nan=torch.inf)
     worst = int(excess_N.argmax())
@@ -336,7 +336,7 @@ def first_beyond(kernel_N: Tensor, expected_N: Tensor, *, bound_N: Tensor) -> Pr
     return ProofFault(f"probe, output channel {worst}", *numbers, channel=None if is_finite else worst)
 
 
-def first_scale(actual: Tensor, expected: Tensor, *, within: float = 0.0) -> ProofFault | None:
+def find_wrong_scale(actual: Tensor, expected: Tensor, *, within: float = 0.0) -> ProofFault | None:
     """Find the first scale that is not the expected one, bit for bit or `within` such a part of it: freed memory may
     hold anything, NaN too."""
     if actual.shape != expected.shape:

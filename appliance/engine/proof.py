@@ -26,8 +26,8 @@ from appliance.engine.kernel_proof import (
     KernelProof,
     ProofFault,
     ProofRequest,
-    ask,
     check_quantiser,
+    choose_request,
 )
 from appliance.engine.plain_experts import ExpertSlot, expert_slots
 from appliance.engine.quantised import Quantising
@@ -37,7 +37,7 @@ from appliance.sync.manifest import digest
 from appliance.terms.schemes import Scheme
 
 _COPIED = 1 << 14  # bytes
-Expecting = Callable[..., KernelProof]  # of `ask=`
+Expecting = Callable[..., KernelProof]  # of `request=`
 Place = tuple[str, str, int]  # a layer's name, its parameter, number of the part
 
 
@@ -114,11 +114,13 @@ class SyncProof:
         self._sources.clear()
         self._unproven = 0
         requests = {
-            name: ask(turn, sync=sync, every=self._every, parts=self._parts, everyone=changed)
+            name: choose_request(turn, sync=sync, every=self._every, parts=self._parts, everyone=changed)
             for turn, name in enumerate(self._layers)
         }
         self._due = {name: how for name, how in requests.items() if how is not None}
-        self._kernels = {name: make(ask=self._due[name]) for name, make in self._provable.items() if name in self._due}
+        self._kernels = {
+            name: make(request=self._due[name]) for name, make in self._provable.items() if name in self._due
+        }
         weights = (slot for places in self._slots.values() for slot in places if slot.parameter == "weight")
         self._missing = {(slot.layer, slot.part) for slot in weights if slot.layer in self._kernels}
 
@@ -222,7 +224,7 @@ class SyncProof:
         due = [
             (name, kept)
             for turn, (name, kept) in enumerate(self._asked_again.items())
-            if ask(turn, sync=sync, every=self._every, parts=self._parts) is not None
+            if choose_request(turn, sync=sync, every=self._every, parts=self._parts) is not None
         ]
         for name, (proof, expected) in due:
             self._compare(expected)

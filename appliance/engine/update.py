@@ -43,7 +43,7 @@ from appliance.sync.manifest import (
     TensorRecord,
     check_arrival,
     read_manifest,
-    record,
+    record_tensor,
 )
 from appliance.sync.records import Acknowledgement
 from appliance.terms.counts import counted
@@ -263,7 +263,7 @@ class WeightUpdate:
     def _take_directive(self, tensor: Tensor) -> None:
         if self._now.is_open:
             raise SyncError("weight update: the precision came after the first tensor")
-        self._now.arrived[DIRECTIVE_NAME] = record(DIRECTIVE_NAME, tensor)
+        self._now.arrived[DIRECTIVE_NAME] = record_tensor(DIRECTIVE_NAME, tensor)
         self._begin_reload(read_directive(tensor))
 
     def _begin_reload(self, precision: Precision) -> None:
@@ -289,7 +289,7 @@ class WeightUpdate:
             raise SyncError(f"weight update: {name} came after the list of what was sent")
         if self._needs_manifest:
             started = time.perf_counter()
-            self._now.arrived[name] = record(name, tensor)
+            self._now.arrived[name] = record_tensor(name, tensor)
             self._now.digest_s += time.perf_counter() - started
         if not (self._proof.notices(name) or all_finite(tensor)):
             raise SyncError(f"weight update: {name} has a value that is not finite")

@@ -117,7 +117,7 @@ class Manifest:
         return json.dumps({"sync": self.sync, "tensors": rows}, separators=(",", ":")).encode()
 
 
-def record(name: str, tensor: Tensor) -> TensorRecord:
+def record_tensor(name: str, tensor: Tensor) -> TensorRecord:
     return TensorRecord(name=name, dtype=str(tensor.dtype), shape=tuple(tensor.shape), digest=digest(tensor))
 
 

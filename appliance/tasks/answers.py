@@ -192,7 +192,7 @@ _TAGS = re.compile(r"(?is)<answer>(.*?)</answer>")
 _ANSWER = re.compile(r"(?i)\banswer[*_ \t]*[:\uff1a][*_ \t]*(?:\n[*_ \t]*){0,2}([^\n]+)")
 _LINE = re.compile(r"(?<!#)####(?!#)[ \t]*+([^\n]*+)")
 _NUMBERED = re.compile(
-    r"(?!\W*-\W*-)(?:[-+.$({\[\u2212\u2013\uff0d€£¥*`' \t]|\\(?![a-z]))*+(?:\\[a-z]++[\s{]*+)?[-$]*+\d"
+    r"(?!\W*-\W*-)(?:[-+.$({\[\u2212\u2013\uff0d€£¥*`' \t]|\\(?![a-z]))*(?:\\[a-z]++[\s{]*+[-$]*+)?\d"
 )
 _CLOSING = re.compile(r"(?i)(?=</answer>)")
 

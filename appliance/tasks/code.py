@@ -39,12 +39,12 @@ _PR_SET_DUMPABLE = 4
 _NEAR = 1e-6  # how far numbers that a function returns may be apart, of the larger
 # Within a line ``` may be a quotation's: there it opens a block only where Python or nothing else follows it.
 _FENCED = re.compile(
-    r"(?ms)(?:^(?P<before>[ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?+)(?P<fence>`{3,}+|~{3,}+)[ \t]*+"
+    r"(?ms)(?:^(?P<before>[ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?)(?P<fence>`{3,}+|~{3,}+)[ \t]*+"
     r"(?P<label>[^\s`]*+)[^\n`]*+|(?<!`)(?P<within>```)(?P<python>(?i:python3?|py)?)[ \t]*+)"
     r"\n(?P<inner>.*?)(?:(?P=fence)|(?P=within))"
 )
 _PYTHON = re.compile(r"(?i)\{?\.?(?:python3?|py3?)(?:\.\d+)*(?:[:,{}].*)?")
-_ANSWER = re.compile(r"(?s)<answer>((?:(?!</answer>).)*+)</answer>")
+_ANSWER = re.compile(r"(?s)<answer>(.*?)</answer>")
 
 
 def code(response: Response) -> float:

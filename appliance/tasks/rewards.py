@@ -127,7 +127,7 @@ def regex(response: Response, *, pattern: str = "") -> float:
     return float(any(re.search(alternative, response.text) for alternative in patterns))
 
 
-_UNTAGGED = "(?:(?!</?(?:think|answer)>).)*+"
+_UNTAGGED = "(?:(?!</?(?:think|answer)>).)*"
 _FORMAT = re.compile(rf"(?s)\s*<think>{_UNTAGGED}</think>\s*<answer>{_UNTAGGED}</answer>\s*")
 
 

@@ -38,6 +38,8 @@ _READ_IN_EVERY_MARK = ("math", "number", "choice")
 _OF_ITS_OWN = ("code", "judge")  # what is right they know without the truth as an answer
 _OF_NO_TRUTH = {"response", "messages", "prompts", "completions", "completion_ids", "data_source", "solution_str"}
 _SHOWN = 60  # characters of a truth
+# Responses as unlike each other as any: a reward that gives them all the same has nothing to tell samples apart by.
+_UNLIKE = ("", "yes", "The answer is 42.", "<answer>\n- one\n- two\n</answer>", "so " * 2000)
 
 Tell = Callable[[str], None]  # what is being done
 
@@ -97,6 +99,7 @@ def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lamb
         doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: set task.truth to its field"
         return replace(verdict, doubt=doubt)
     doubt = _never_judges(problems, settings=settings, rewards=rewards)
+    doubt = doubt or _never_differs(problems, settings=settings, rewards=rewards)
     doubt = doubt or _empty_truths(settings, rewards=rewards, first_problems=first_problems)
     return replace(verdict, doubt=doubt or _no_numbers(settings, first_problems=first_problems))
 
@@ -112,6 +115,20 @@ def _never_judges(problems: Sequence[Problem], *, settings: sections.Task, rewar
             meaning = "None means that a reward does not judge a row, and a function without `return` gives it"
             return f"`{reward.name}` returned None to {rows}: {meaning}"
     return ""
+
+
+def _never_differs(problems: Sequence[Problem], *, settings: sections.Task, rewards: Sequence[RewardFunction]) -> str:
+    """Say that functions of the user's, which read no truth, give the same reward above 0 to all responses of
+    `_UNLIKE`; empty where they do not, or other rewards count. A reward of 0 may be waiting for its form."""
+    weighty = [planned for planned in settings.rewards if planned.weight]
+    if not problems or not weighty or any(not planned.file or _reads_truth(planned) for planned in weighty):
+        return ""
+    earned = {_earned(text, problem, rewards=rewards) for problem in problems for text in _UNLIKE}
+    if len(earned) > 1 or not max(earned) > 0:
+        return ""
+    names = " and ".join(f"`{reward.name}`" for reward in rewards if reward.weight)
+    lengths = "an empty response, to a word and to 2,000 words"
+    return f"{names} gave {max(earned):g} to {lengths} alike: where all samples earn the same, nothing is learned"
 
 
 def _gives_none(reward: RewardFunction, text: str, problem: Problem) -> bool:

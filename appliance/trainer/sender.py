@@ -17,7 +17,14 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from appliance.errors import SyncError
-from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, TensorRecord, precision_tensor, record
+from appliance.sync.manifest import (
+    DIRECTIVE_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    TensorRecord,
+    precision_tensor,
+    record_tensor,
+)
 from appliance.sync.precision import read_present, read_wanted
 from appliance.sync.records import Sent, append_sent
 from appliance.terms.environment import PLAN_VARIABLE, weight_socket
@@ -52,7 +59,7 @@ class DigestedWeights:
         async for name, tensor in self._stream():
             rounded = round_as_trainer(tensor, dtype=self._dtype)
             started = time.perf_counter()
-            records.append(record(name, rounded))
+            records.append(record_tensor(name, rounded))
             self.digest_s += time.perf_counter() - started
             device = rounded.device
             yield name, rounded

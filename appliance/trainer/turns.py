@@ -110,7 +110,7 @@ class Tally:
 
     def metrics(self, *, has_tools: bool) -> dict[str, float]:
         num_samples = max(1, self.samples)
-        unfinished = {"unfinished_fraction": self.unfinished / num_samples}
+        unfinished = {"unfinished_fraction": self.unfinished / num_samples} if self.samples else {}
         if not has_tools:
             return unfinished
         return unfinished | {

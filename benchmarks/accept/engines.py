@@ -177,10 +177,10 @@ def taken(
     import torch
     from vllm.config import set_current_vllm_config
 
-    from appliance.sync.manifest import MANIFEST_NAME, Manifest, record
+    from appliance.sync.manifest import MANIFEST_NAME, Manifest, record_tensor
 
     there = [(name, tensor.to(ground.device)) for name, tensor in tensors]
-    records = tuple(record(name, tensor) for name, tensor in there)
+    records = tuple(record_tensor(name, tensor) for name, tensor in there)
     config = runner_of(llm).vllm_config
     started = time.monotonic()
     with set_current_vllm_config(config), torch.no_grad(), ground.device:

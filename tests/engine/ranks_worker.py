@@ -24,7 +24,7 @@ from appliance.engine.sync import SyncWorkerExtension
 from appliance.engine.update import WeightUpdate
 from appliance.errors import SyncError
 from appliance.quant.profile import load_smoothing
-from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, precision_tensor, record
+from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, precision_tensor, record_tensor
 from appliance.terms.schemes import Precision
 
 STALE = ("model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj", "model.layers.1.mlp.down_proj")
@@ -49,7 +49,7 @@ class ReadingWorker(SyncWorkerExtension):
         stream = read_checkpoint(Path(folder))
         if bf16_layers is not None:
             stream = [(DIRECTIVE_NAME, precision_tensor(Precision(bf16_layers=bf16_layers))), *stream]
-            manifest = Manifest(sync=1, records=tuple(record(name, tensor) for name, tensor in stream))
+            manifest = Manifest(sync=1, records=tuple(record_tensor(name, tensor) for name, tensor in stream))
             stream.append((MANIFEST_NAME, manifest.to_tensor()))
         update = WeightUpdate(
             runner.model,

@@ -22,7 +22,7 @@ from appliance.engine.replica import adapter_request
 from appliance.engine.update import WeightState
 from appliance.errors import SyncError
 from appliance.quant.profile import Smoothing, SmoothingGroup
-from appliance.sync.manifest import MANIFEST_NAME, Manifest, record
+from appliance.sync.manifest import MANIFEST_NAME, Manifest, record_tensor
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -79,7 +79,7 @@ class Bench:
 
 
 def manifest(tensors: Tensors, *, number: int) -> tuple[str, Tensor]:
-    records = tuple(record(name, tensor) for name, tensor in tensors)
+    records = tuple(record_tensor(name, tensor) for name, tensor in tensors)
     return MANIFEST_NAME, Manifest(sync=number, records=records).to_tensor()
 
 

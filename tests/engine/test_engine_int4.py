@@ -42,10 +42,12 @@ def loaded(weight_NK: Tensor) -> Module:
     return layer
 
 
-def proven(layer: Module, weight_NK: Tensor, *, ask: ProofRequest = ALL_ROWS, columns: slice = slice(0, LENGTH)) -> str:
+def proven(
+    layer: Module, weight_NK: Tensor, *, request: ProofRequest = ALL_ROWS, columns: slice = slice(0, LENGTH)
+) -> str:
     """What the proof says when this weight was received in two parts, the second one first; empty: all is well.
     columns: that are this rank's."""
-    proof = Int4Proof("layer", LocalShape(ROWS, LENGTH, is_cut=False), Scheme.INT4, ask)
+    proof = Int4Proof("layer", LocalShape(ROWS, LENGTH, is_cut=False), Scheme.INT4, request)
     for part, start in ((1, 41), (0, 0)):
         rows = weight_NK[start : start + 41]
         proof.take(Slot("layer", "weight", part, start=start, rows=slice(0, len(rows)), columns=columns), rows)
@@ -76,11 +78,11 @@ def test_a_kernel_that_multiplies_by_other_weights_than_lie_there_is_seen() -> N
 
 @pytest.mark.parametrize("number", range(4))
 def test_one_row_in_four_is_asked_and_another_one_in_each_round(number: int) -> None:
-    ask = replace(ALL_ROWS, full=False, round=number, parts=4)
+    request = replace(ALL_ROWS, full=False, round=number, parts=4)
     for row in (*range(4), *range(40, 48)):
         weight_NK, stale_NK = gaussian(1), gaussian(1)
         stale_NK[row] *= -1
-        assert bool(proven(loaded(stale_NK), weight_NK, ask=ask)) == (row % 4 == number)
+        assert bool(proven(loaded(stale_NK), weight_NK, request=request)) == (row % 4 == number)
 
 
 def test_a_rank_is_asked_for_its_own_columns() -> None:

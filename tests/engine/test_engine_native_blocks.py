@@ -50,9 +50,9 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def one_proof(shape: tuple[int, int], *, sync: int = 1, full: bool = True) -> NativeBlockProof:
-    ask = ProofRequest(sync=sync, round=sync, full=full, thorough=full)
+    request = ProofRequest(sync=sync, round=sync, full=full, thorough=full)
     local = LocalShape(channels=shape[0], length=shape[1], is_cut=False)
-    return NativeBlockProof("layer", shape=local, scheme=Scheme.FP8_BLOCK, ask=ask)
+    return NativeBlockProof("layer", shape=local, scheme=Scheme.FP8_BLOCK, request=request)
 
 
 def expecting(weight_NK: Tensor, *, sync: int = 1, full: bool = True) -> NativeBlockProof:
@@ -341,8 +341,8 @@ def test_an_answer_is_one_weight_and_the_bound_is_met_with_room() -> None:
     layer = model.mlp.down_proj
     values_NK = dequantise(quantise(received(DOWN, tensors(1)), scheme=Scheme.FP8_BLOCK)).double()
     for sync in range(1, 61):
-        asked = ProofRequest(sync=sync, round=sync, full=False, thorough=False)
-        layer_proof = NativeBlockProof(DOWN, shape=local_shape(layer), scheme=Scheme.FP8_BLOCK, ask=asked)
+        request = ProofRequest(sync=sync, round=sync, full=False, thorough=False)
+        layer_proof = NativeBlockProof(DOWN, shape=local_shape(layer), scheme=Scheme.FP8_BLOCK, request=request)
         out_TN = compute_answer(layer, layer_proof.probe_TK(), bias_N=None)
         wanted_TN = layer_proof.probe_TK().double() @ values_NK.t()
         assert bool(((out_TN - wanted_TN).abs() <= 2.0**-8 * (1 + 2.0**-12) * wanted_TN.abs()).all())

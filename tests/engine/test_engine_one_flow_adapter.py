@@ -17,7 +17,7 @@ from appliance.engine.adapter import AdapterUpdate
 from appliance.engine.replica import adapter_request
 from appliance.quant.profile import Smoothing, load_smoothing
 from appliance.settings.sections import Lora
-from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, precision_tensor, record
+from appliance.sync.manifest import DIRECTIVE_NAME, MANIFEST_NAME, Manifest, precision_tensor, record_tensor
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.lora import adapter_config, adapter_weights, put_adapter_in
@@ -55,7 +55,7 @@ class Sides:
         tensors = [*(self.base if with_base else []), *adapter_weights(self.model).items()]
         if not precision.is_planned:
             tensors.insert(0, (DIRECTIVE_NAME, precision_tensor(precision)))
-        manifest = Manifest(sync=self.number, records=tuple(record(name, each) for name, each in tensors))
+        manifest = Manifest(sync=self.number, records=tuple(record_tensor(name, each) for name, each in tensors))
         with set_current_vllm_config(self.engine.runner.vllm_config), torch.no_grad():
             self.update.peft_config = adapter_config(self.model)
             self.update.begin()

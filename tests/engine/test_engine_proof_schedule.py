@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 from appliance.engine import kernel_proof
 from appliance.engine.fp8_proof import EmulatedProof, NativeBlockProof, NativeFp8Proof
 from appliance.engine.int4 import Int4Proof
-from appliance.engine.kernel_proof import ROTATION, Bf16Proof, Int8Proof, KernelProof, ask, exact_product
+from appliance.engine.kernel_proof import ROTATION, Bf16Proof, Int8Proof, KernelProof, choose_request, exact_product
 from appliance.engine.tensor_slots import LocalShape, Slot, slots
 from appliance.errors import SyncError
 from appliance.quant import numba_fp8
@@ -26,17 +26,17 @@ EVERY = (1, 3, 8, 20)
 
 def proof(kind: type[KernelProof], scheme: Scheme, *, channels: int, length: int, **when: int) -> KernelProof | None:
     """when: turn, sync and every. None where the layer is not asked."""
-    asked = ask(when["turn"], sync=when["sync"], every=when["every"])
+    request = choose_request(when["turn"], sync=when["sync"], every=when["every"])
     shape = LocalShape(channels, length, is_cut=False)
-    return None if asked is None else kind("layer", shape=shape, scheme=scheme, ask=asked)
+    return None if request is None else kind("layer", shape=shape, scheme=scheme, request=request)
 
 
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("turn", [0, 1, 5])
 def test_every_layer_is_asked_once_in_each_round_and_when_all_are(every: int, turn: int) -> None:
-    assert ask(turn, sync=1, every=every).full
+    assert choose_request(turn, sync=1, every=every).full
     for start in range(1, 20 * every, every):
-        syncs = [sync for sync in range(start, start + every) if ask(turn, sync=sync, every=every)]
+        syncs = [sync for sync in range(start, start + every) if choose_request(turn, sync=sync, every=every)]
         assert syncs
         of_all = {1, ROTATION * every, 2 * ROTATION * every}
         assert len(set(syncs) - of_all) <= 1
@@ -45,7 +45,10 @@ def test_every_layer_is_asked_once_in_each_round_and_when_all_are(every: int, tu
 @pytest.mark.parametrize("every", EVERY)
 def test_a_full_proof_ends_each_eight_rounds_and_is_of_all_layers(every: int) -> None:
     syncs = range(2, 20 * ROTATION * every)
-    full = [{turn for turn in range(5) if (one := ask(turn, sync=sync, every=every)) and one.full} for sync in syncs]
+    full = [
+        {turn for turn in range(5) if (one := choose_request(turn, sync=sync, every=every)) and one.full}
+        for sync in syncs
+    ]
     assert {len(one) for one in full} <= {0, 5}
     at = [sync for sync, turns in zip(syncs, full, strict=True) if turns]
     assert at == list(range(ROTATION * every, syncs.stop, ROTATION * every))
@@ -61,7 +64,7 @@ def test_every_row_of_an_emulated_layer_is_looked_at(every: int, channels: int, 
         layer_proof = proof(EmulatedProof, Scheme.FP8, channels=channels, length=8, turn=turn, sync=sync, every=every)
         if layer_proof is not None:
             rows = {row for part in layer_proof._due_rows() for row in range(channels)[part]}
-            assert rows and (layer_proof.ask.full or len(rows) <= 256)
+            assert rows and (layer_proof.request.full or len(rows) <= 256)
             seen[sync] = rows
     for first in range(1, ROTATION):
         last = (first + ROTATION) * every
@@ -205,9 +208,9 @@ def test_where_a_bias_comes_after_rounding_columns_are_asked_one_by_one(
         for column in range(length):
             wrong_NK = weight_NK.clone()
             wrong_NK[5, column] *= 1 + 2**-7
-            asked = ask(0, sync=sync, every=1)
+            request = choose_request(0, sync=sync, every=1)
             shape = LocalShape(97, length, is_cut=False)
-            layer_proof = Bf16Proof("layer", shape=shape, scheme=Scheme.BF16, ask=asked, dtype=dtype)
+            layer_proof = Bf16Proof("layer", shape=shape, scheme=Scheme.BF16, request=request, dtype=dtype)
             layer_proof.take(Slot("layer", "weight", rows=slice(0, 97)), weight_NK)
             assert layer_proof.check(kernel(weight_NK)) is None
             if (mismatch := layer_proof.check(kernel(wrong_NK))) is not None:
@@ -285,8 +288,8 @@ def test_a_wrong_int8_row_is_seen_when_it_is_its_turn_of_eight_and_in_a_full_pro
         codes.scale[wrong] *= 1.001
     seen = set()
     for sync in range(1, 2 * ROTATION + 1):
-        asked = ask(0, sync=sync, every=1, parts=ROTATION)
-        layer_proof = Int8Proof("layer", shape=LocalShape(97, 64, is_cut=False), scheme=Scheme.INT8, ask=asked)
+        request = choose_request(0, sync=sync, every=1, parts=ROTATION)
+        layer_proof = Int8Proof("layer", shape=LocalShape(97, 64, is_cut=False), scheme=Scheme.INT8, request=request)
         layer_proof.take(Slot("layer", "weight", 0, start=0, rows=slice(0, 37)), weight_NK[:37])
         layer_proof.take(Slot("layer", "weight", 1, start=37, rows=slice(0, 60)), weight_NK[37:])
         mismatch = layer_proof.check(Int8Kernel(codes))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from faults import BIAS, EMBEDDING, NORM, WEIGHT, Bench, new_update, recover, sent, start_bench, take
 
-from appliance.engine.kernel_proof import ask
+from appliance.engine.kernel_proof import choose_request
 from appliance.engine.proof import _same_bits
 from appliance.engine.update import WeightState
 from appliance.errors import EngineError, NumericsError, SyncError
@@ -115,7 +115,7 @@ def test_the_layers_of_an_update_are_those_whose_turn_it_is(int8: Bench) -> None
         proven_layers: set[str] = set()
         proven = take(int8.engine, sent(int8.new, number=number), update=update, proven_layers=proven_layers)
         turns = {name: turn for turn, name in enumerate(update._proof._layers)}
-        due = {name for name in update._proof._provable if ask(turns[name], sync=number, every=2)}
+        due = {name for name in update._proof._provable if choose_request(turns[name], sync=number, every=2)}
         assert proven_layers == due and proven.layers_proven == len(due)
         assert not (update._proof._kernels or update._proof._expected), "they are kept until the next update"
         assert (len(due) == 13) == (number in (1, 16))

@@ -52,14 +52,14 @@ def test_the_exported_model_is_what_the_engines_proved_last(run: Finished) -> No
     import torch
     from transformers import AutoModelForCausalLM
 
-    from appliance.sync.manifest import Manifest, record
+    from appliance.sync.manifest import Manifest, record_tensor
 
     sent = run.json_lines("sync/trainer-0-0.jsonl")
     proven = [line["sync"] for line in run.json_lines("sync/rollout-0-0.jsonl")]
     assert proven == [line["sync"] for line in sent] == list(range(1, len(sent) + 1))
     model = AutoModelForCausalLM.from_pretrained(run.run_dir / "model", dtype=torch.bfloat16)
     assert type(model).__name__ == "Qwen2ForCausalLM"
-    held = tuple(record(name, tensor) for name, tensor in model.state_dict().items())
+    held = tuple(record_tensor(name, tensor) for name, tensor in model.state_dict().items())
     assert Manifest(sync=sent[-1]["sync"], records=held).digest == sent[-1]["manifest"]
     assert Manifest(sync=sent[0]["sync"], records=held).digest != sent[0]["manifest"]
 

@@ -109,7 +109,7 @@ _NO_WORDS = {
 _MOST_WORDS = 3  # of a unit that is no measure
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3", "cu": "^3"}
 _PART = re.compile(r"[A-Za-zμΩ¢]++|[°%]|\^\s*+\{?+\s*+-?+\d\s*+\}?+|/")
-_WHOLE = re.compile(rf"(?:\s*+(?:{_PART.pattern})[.*·-]?+)++\s*+")
+_WHOLE = re.compile(rf"(?:\s*+(?:{_PART.pattern})[.*·-]?+)+\s*+")
 _LETTERS_OF_ALGEBRA = set("abcxyz")
 
 

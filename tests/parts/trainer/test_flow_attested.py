@@ -17,7 +17,7 @@ from appliance.quant import loading
 from appliance.record.attestations import Attestation, fingerprint, read_attestations, write_attestation
 from appliance.record.plan import RunPlan
 from appliance.settings.sections import Forward
-from appliance.sync.manifest import Manifest, record
+from appliance.sync.manifest import Manifest, record_tensor
 from appliance.sync.precision import Generation, write_generation
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
@@ -108,7 +108,9 @@ def test_layers_that_an_update_changed_are_attested_by_both_sides(
     attest_trainers(plan, workers=workers)
     assert said_by_trainer(tmp_path) == LAYERS
     follow_engines(raised_one)
-    flow.note_sent(Manifest(sync=1, records=tuple(record(name, each) for name, each in model.state_dict().items())))
+    flow.note_sent(
+        Manifest(sync=1, records=tuple(record_tensor(name, each) for name, each in model.state_dict().items()))
+    )
     attested(tmp_path, "rollout", layers=LAYERS[:3] + LAYERS[4:])
     attest_switch(plan, workers=workers)
     assert said_by_trainer(tmp_path) == LAYERS[:3] + LAYERS[4:]

@@ -28,7 +28,7 @@ from appliance.quant.mismatch import DifferingToken, LayerTrace, Place, first_di
 from appliance.record.events import parse_event
 from appliance.record.plan import RunPlan
 from appliance.settings.sections import Forward
-from appliance.sync.manifest import Manifest, digest, record
+from appliance.sync.manifest import Manifest, digest, record_tensor
 from appliance.sync.precision import Generation, read_present, write_generation, write_wanted
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
@@ -288,7 +288,7 @@ def flow_of(model: Qwen2ForCausalLM) -> RolloutForward:
 
 
 def manifest_of(model: Qwen2ForCausalLM) -> Manifest:
-    return Manifest(sync=1, records=tuple(record(name, each) for name, each in model.state_dict().items()))
+    return Manifest(sync=1, records=tuple(record_tensor(name, each) for name, each in model.state_dict().items()))
 
 
 def log_probs(model: Qwen2ForCausalLM) -> Tensor:

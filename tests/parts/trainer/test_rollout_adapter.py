@@ -27,7 +27,7 @@ from torch.nn import functional
 from appliance.errors import EngineError, NumericsError, SyncError
 from appliance.quant.codec import dequantise
 from appliance.settings.sections import Lora
-from appliance.sync.manifest import Manifest, record
+from appliance.sync.manifest import Manifest, record_tensor
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 from appliance.terms.settings import Quantisation
 from appliance.trainer.lora import adapter_weights, base_weights, put_adapter_in
@@ -133,7 +133,7 @@ def adapted(folder: Path, model: nn.Module) -> tuple[nn.Module, RolloutForward, 
 
 
 def manifest(*parts: dict[str, Tensor]) -> Manifest:
-    return Manifest(sync=1, records=tuple(record(name, each) for part in parts for name, each in part.items()))
+    return Manifest(sync=1, records=tuple(record_tensor(name, each) for part in parts for name, each in part.items()))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])

@@ -11,7 +11,7 @@ import torch
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from appliance.engine.sync import SyncWorkerExtension
-from appliance.sync.manifest import MANIFEST_NAME, read_manifest, record
+from appliance.sync.manifest import MANIFEST_NAME, read_manifest, record_tensor
 from appliance.terms.environment import PLAN_VARIABLE
 from appliance.trainer.sender import DigestedWeights, DigestingAdapter
 
@@ -44,7 +44,7 @@ def test_the_list_at_the_end_is_of_what_went_out() -> None:
     assert name == MANIFEST_NAME
     manifest = read_manifest(listed)
     assert manifest.sync == 3
-    assert list(manifest.records) == [record(name, tensor) for name, tensor in tensors]
+    assert list(manifest.records) == [record_tensor(name, tensor) for name, tensor in tensors]
 
 
 def test_sender_and_worker_of_a_run_meet_at_its_own_socket(monkeypatch: pytest.MonkeyPatch) -> None:

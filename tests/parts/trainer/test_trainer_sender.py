@@ -22,7 +22,7 @@ from appliance.sync.manifest import (
     check_arrival,
     digest,
     read_manifest,
-    record,
+    record_tensor,
 )
 from appliance.terms.schemes import AS_PLANNED, Precision, Scheme
 
@@ -77,7 +77,7 @@ def test_a_format_that_no_digest_covers_is_refused() -> None:
 
 
 def test_the_lists_digest_covers_names_order_and_number() -> None:
-    records = tuple(record(name, tensor) for name, tensor in STATE)
+    records = tuple(record_tensor(name, tensor) for name, tensor in STATE)
     lists = [Manifest(1, records), Manifest(2, records), Manifest(1, records[::-1]), Manifest(1, records[:1])]
     assert len({one.digest for one in lists}) == 4
     assert read_manifest(lists[0].to_tensor()) == lists[0]
@@ -91,18 +91,19 @@ def test_a_list_that_cannot_be_read_is_a_sync_error() -> None:
 
 
 def test_an_arrival_that_differs_is_named_with_both_sides_and_the_rank() -> None:
-    manifest = Manifest(3, tuple(record(name, tensor) for name, tensor in STATE))
+    manifest = Manifest(3, tuple(record_tensor(name, tensor) for name, tensor in STATE))
     whole = {one.name: one for one in manifest.records}
     check_arrival(manifest, whole, rank=0)
     other, cut = STATE[0][1].clone(), STATE[0][1][:2]
     other[0, 0] = 2
     was, came = digest(STATE[0][1]), digest(other)
     cases = {
-        f"b.weight arrived with digest {came}, it was sent with {was}": whole | {"b.weight": record("b.weight", other)},
+        f"b.weight arrived with digest {came}, it was sent with {was}": whole
+        | {"b.weight": record_tensor("b.weight", other)},
         "b.weight was sent as torch.bfloat16 [3, 4] and arrived as torch.bfloat16 [2, 4]": whole
-        | {"b.weight": record("b.weight", cut)},
+        | {"b.weight": record_tensor("b.weight", cut)},
         "a.bias was sent and did not arrive": {"b.weight": whole["b.weight"]},
-        "c arrived and was not sent": whole | {"c": record("c", cut)},
+        "c arrived and was not sent": whole | {"c": record_tensor("c", cut)},
     }
     for message, arrived in cases.items():
         with pytest.raises(SyncError) as raised:
@@ -120,5 +121,5 @@ def test_what_is_not_as_planned_goes_first_and_is_one_of_the_tensors() -> None:
     (first, tensor), *rest, (last, listed) = asyncio.run(collect(wanted))
     assert (first, read_directive(tensor), last) == (DIRECTIVE_NAME, wanted, MANIFEST_NAME)
     assert [name for name, _ in rest] == [name for name, _ in STATE]
-    assert read_manifest(listed).records[0] == record(DIRECTIVE_NAME, tensor)
+    assert read_manifest(listed).records[0] == record_tensor(DIRECTIVE_NAME, tensor)
     assert [name for name, _ in asyncio.run(collect(AS_PLANNED))] == [*(name for name, _ in STATE), MANIFEST_NAME]

@@ -344,3 +344,29 @@ def test_a_task_of_ours_that_takes_a_wrong_answer_is_told(tmp_path: Path, monkey
     monkeypatch.setattr(TaskDefinition, "rewards", lambda _: (anything,))
     verdict = judge_sample(plan, files=make_files())
     assert verdict.wrong == sample.SAMPLES and " has 1, where `" in verdict.first
+
+
+@pytest.mark.parametrize(
+    ("body", "is_doubted"),
+    [
+        ("return 1.0", True),
+        ("return 0.3 + 0 * len(response)", True),
+        ("return 1.0 if len(response) < 100 else 0.0", False),
+        ("return float('<answer>' in response)", False),
+        ("return 0.0", False),
+        ("return float('<think>' in response)", False),  # 0 to all that is tried, and 1 to what it waits for
+    ],
+    ids=str,
+)
+def test_a_function_of_the_response_alone_that_never_differs_is_doubted(
+    tmp_path: Path, body: str, is_doubted: bool
+) -> None:
+    verdict = judged(tmp_path, truths=["1", "2"], program=f"def f(response):\n    {body}\n")
+    value = "1" if body == "return 1.0" else "0.3"
+    why = f"`f` gave {value} to an empty response, to a word and to 2,000 words alike"
+    assert verdict.doubt == (f"{why}: where all samples earn the same, nothing is learned" if is_doubted else "")
+
+
+def test_a_constant_beside_a_reward_that_compares_is_not_doubted(tmp_path: Path) -> None:
+    program = "def f(response):\n    return 1.0\n"
+    assert judged(tmp_path, make_reward("number"), truths=["1", "2"], program=program).doubt == ""
