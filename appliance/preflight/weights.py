@@ -20,6 +20,7 @@ from appliance.preflight.child import REMEDY_OF_LATE, WITHIN_S, EarlyChild
 from appliance.processes import module_argv
 from appliance.record.plan import WeightsPlan
 from appliance.tasks.user_code import open_voice
+from appliance.terms.families import REMEDY_OF_OWN_ATTENTION, why_own_attention
 
 _CHILD = "appliance.preflight.weights"
 _HELD = "its weights could not be checked against its config.json"
@@ -35,6 +36,8 @@ class WeightsFacts:
     problem: str = ""
     remedy: str = ""
     doubt: str = ""
+    own_attention: str = ""
+    """Name of transformers' class, where it takes no other attention than its own."""
     unproven: str = ""
     """Reason why it is not known whether the files hold the model."""
 
@@ -90,10 +93,14 @@ def folder_of_weights(weights: WeightsPlan) -> Path | None:
     return None if folder is None or hub.missing_parts(folder) else folder
 
 
-def judge_weights(facts: WeightsFacts, *, model: str) -> Iterator[Finding]:
-    """Yield findings about the weights. model: as the recipe names it."""
+def judge_weights(facts: WeightsFacts, *, model: str, is_packed: bool) -> Iterator[Finding]:
+    """Yield findings about the weights. model: as the recipe names it.  is_packed: whether the trainer puts its own
+    attention in."""
     if facts.problem:
         yield error("model-weights", "model.path", f"{model}: {facts.problem}", facts.remedy)
+    if facts.own_attention and is_packed:
+        message = f"{model}: {why_own_attention(facts.own_attention)}"
+        yield error("attention", "model.path", message, REMEDY_OF_OWN_ATTENTION)
     if facts.doubt:
         remedy = "save the model again in one type, unless you know why"
         yield warning("model-types", "model.path", f"{model}: {facts.doubt}", remedy)

@@ -15,10 +15,11 @@ import contextlib
 import logging
 import os.path
 import re
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ from torch.nn import Module
 from appliance.errors import WeightsError, first_line
 from appliance.quant.headers import weight_files
 from appliance.terms.counts import counted
+from appliance.terms.families import REMEDY_OF_OWN_ATTENTION, why_own_attention
+from appliance.terms.settings import ATTENTION_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,6 +67,8 @@ class Loading:
     remedy: str = ""
     doubt: str = ""
     """Doubt about its types, though it can be loaded."""
+    own_attention: str = ""
+    """Name of transformers' class, where it takes no other attention than its own (the function of this name)."""
 
 
 def ask_transformers(folder: Path, *, trust_remote_code: bool = False) -> Loading:
@@ -83,9 +88,21 @@ def ask_transformers(folder: Path, *, trust_remote_code: bool = False) -> Loadin
         problem = f"transformers cannot build the model of config.json: {type(error).__name__}: {first_line(error)}"
         return Loading(problem, "correct config.json, or take a model of a known family")
     try:
-        return _Checkpoint(model, headers=read_headers(folder)).judge_loading()
+        loading = _Checkpoint(model, headers=read_headers(folder)).judge_loading()
     except WeightsError as error:
-        return Loading(error.message, error.hint)
+        loading = Loading(error.message, error.hint)
+    return replace(loading, own_attention=own_attention(model))
+
+
+def own_attention(model: PreTrainedModel) -> str:
+    """Return the name of a model's class, if it computes attention itself and looks for none that was registered with
+    transformers; an empty text otherwise. Such a class raises KeyError for a name that it does not know, or takes no
+    notice of it: then all sequences of a row would see each other."""
+    from transformers import modeling_utils
+
+    modules = {base.__module__ for part in model.modules() for base in type(part).__mro__} - {modeling_utils.__name__}
+    looks = any(hasattr(sys.modules[name], "ALL_ATTENTION_FUNCTIONS") for name in modules)
+    return "" if looks else type(model).__name__
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
@@ -108,23 +125,25 @@ _whole: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()  # 
 
 def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTrainedModel:
     """Call transformers' `auto_class.from_pretrained(name_or_path, **settings)`. Raises WeightsError when something of
-    the model was made up, or something of the checkpoint left out or read as another type."""
+    the model was made up, or something of the checkpoint left out or read as another type, and where its configuration
+    asks for the trainer's attention and its class takes none but its own."""
     from transformers.utils import CONFIG_NAME, cached_file
 
     folder = Path(cached_file(name_or_path, CONFIG_NAME, revision=settings.get("revision"))).parent
     trusts = bool(settings.get("trust_remote_code"))
+    attention = getattr(settings.get("config"), "_attn_implementation", "")
     files = weight_files(folder)
     # Of a snapshot of the hub the index may be here and its files not yet: a download broke off, or another rank's is
     # under way, and from_pretrained continues with it.
     is_here = bool(files) and (os.path.isdir(name_or_path) or all(map(os.path.isfile, files)))
     if is_here:
-        _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path)
+        _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path, attention=attention)
     with _quiet():
         model, report = auto_class.from_pretrained(
             name_or_path, output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )
     if not is_here:  # of the hub, and downloaded by now
-        _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path)
+        _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path, attention=attention)
     if random := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         raise WeightsError(
             f"{name_or_path}: {_counted(random, 'not in the checkpoint and would be random')}", hint=_AGAIN
@@ -144,9 +163,11 @@ def _leave_out_unused_code(model: PreTrainedModel) -> None:
         del model.config.auto_map
 
 
-def _require(loading: Loading, *, model: str) -> None:
+def _require(loading: Loading, *, model: str, attention: str) -> None:
     if loading.problem:
         raise WeightsError(f"{model}: {loading.problem}", hint=loading.remedy)
+    if loading.own_attention and attention == ATTENTION_NAME:
+        raise WeightsError(f"{model}: {why_own_attention(loading.own_attention)}", hint=REMEDY_OF_OWN_ATTENTION)
 
 
 def tensors_loaded(module: Module) -> int:

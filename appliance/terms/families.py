@@ -159,6 +159,13 @@ def why_unknown(architectures: Sequence[str] | None) -> str:
     return f"{name} is not in the list of model families ({known}): {NEEDS_A_ROW}" if name else ""
 
 
+def why_own_attention(architecture: str) -> str:
+    """Say why the trainer cannot train this class of transformers, which takes no other attention than its own."""
+    return f"transformers' {architecture} computes attention itself, and would mix the sequences of one row"
+
+
+REMEDY_OF_OWN_ATTENTION = "take a model whose class in transformers takes any attention that is registered there"
+
 UNLIKE_WINDOWS = {
     "Qwen3ForCausalLM": "the trainer goes by layer_types, vLLM treats all layers alike",
     "LlamaForCausalLM": "vLLM goes by layer_types, the trainer gives no layer a window",

@@ -182,7 +182,7 @@ def attend_row(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    position_ids: Tensor,
+    position_ids: Tensor | None = None,
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -193,8 +193,10 @@ def attend_row(
 
     query: [1, H, T, D].  key, value: [1, G, T, D].  position_ids: [1, T]; of several GPUs each has its part of T.
     softcap: as in attend_each.  dropout: left out, whatever the model's config says: what was sampled had none.
-    Raises TrainingError for more than one row, and for attention sinks (`s_aux`).
+    Raises TrainingError for more than one row, without positions, and for attention sinks (`s_aux`).
     """
+    if position_ids is None:
+        raise TrainingError(f"{type(module).__name__} attends without the positions that tell sequences of a row apart")
     if others.get("s_aux") is not None:
         raise TrainingError("attention got `s_aux`, which it does not know")
     if len(query) != 1:

@@ -374,14 +374,16 @@ def test_a_layer_that_does_not_come_back_is_refused(granite: Path, monkeypatch: 
     free_engine(engine)
 
 
-@pytest.mark.parametrize("scheme", ["fp8-channel", "fp8-block"])
-def test_the_fp8_schemes_take_a_model_without_a_row(granite: Path, tmp_path: Path, scheme: str) -> None:
-    engine = start(granite, scheme=scheme, emulated=True)
-    other = make_unlisted(tmp_path / "other", "granite", seed=2)
+@pytest.mark.parametrize("model_type", ["granite", "starcoder2"])
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-channel", "fp8-block", "int4"])
+def test_every_other_scheme_takes_models_without_a_row(tmp_path: Path, scheme: str, model_type: str) -> None:
+    emulated = scheme.startswith("fp8")
+    engine = start(make_unlisted(tmp_path / "one", model_type, seed=1), scheme=scheme, emulated=emulated)
+    other = make_unlisted(tmp_path / "other", model_type, seed=2)
     taken = engine.load(read_checkpoint(other))
     assert (taken.layers_proven, taken.unproven) == (taken.layers, 0)
     answers = engine.generate(max_tokens=4)
     free_engine(engine)
-    fresh = start_engine(other, scheme=scheme, emulated=True, load_format=LOAD_FORMAT)
+    fresh = start_engine(other, scheme=scheme, emulated=emulated, load_format=LOAD_FORMAT)
     assert fresh.generate(max_tokens=4) == answers
     free_engine(fresh)

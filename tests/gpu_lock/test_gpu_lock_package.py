@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch
 import appliance
 import benchmarks
 import flashrl_compat
+from appliance import patch
 from appliance.plan import build
 
 CUDA = Path(os.environ["CUDA_HOME"])
@@ -53,12 +55,16 @@ def test_the_smoke_test_of_the_image_passes(root: Path) -> None:
     assert f"smoke: plugin and patches live: {', '.join(live)}\n" in done.stdout
 
 
-def test_every_patch_record_of_this_flavour_fits() -> None:
-    """Judged by the sources alone, as preflight does; the one for torch's build for CPUs is the other flavour's."""
-    from appliance.patch import recorded, why_unfit
-
-    unfit = {name: why_unfit(each) for name, each in recorded().items()}
-    assert {name for name, why in unfit.items() if why} == {"cpu-no-amx-tiles"}, unfit
+@pytest.mark.parametrize(("package", "others"), [(appliance, {"cpu-no-amx-tiles"}), (flashrl_compat, set())])
+def test_every_patch_record_of_this_flavour_fits(
+    monkeypatch: pytest.MonkeyPatch, package: ModuleType, others: set[str]
+) -> None:
+    """Judged by the sources alone, as preflight does. others: records of the other flavour, for torch's build for
+    CPUs."""
+    monkeypatch.setattr(patch, "_PACKAGE", Path(package.__file__).parent)
+    unfit = {name: patch.why_unfit(each) for name, each in patch.recorded.__wrapped__().items()}
+    assert len(unfit) > 12
+    assert {name for name, why in unfit.items() if why} == others, unfit
 
 
 def test_nvcc_headers_and_torch_are_of_one_cuda() -> None:

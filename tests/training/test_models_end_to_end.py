@@ -224,6 +224,28 @@ def test_a_folder_as_the_hub_has_it_trains(tmp_path: Path, model_type: str) -> N
     assert AutoTokenizer.from_pretrained(done.run_dir / "model").chat_template == tokenizer.chat_template
 
 
+REFUSED = {
+    "falcon": (3, "transformers' FalconForCausalLM computes attention itself, and would mix the sequences of one row"),
+    "gpt2": (4, "transformer.wpe is a Embedding: the quantised engine does not know how it holds its weights"),
+}
+
+
+@pytest.mark.parametrize("model_type", [pytest.param("gpt2", marks=pytest.mark.long), "falcon"])
+def test_a_class_that_cannot_be_trained_is_refused_in_one_sentence(tmp_path: Path, model_type: str) -> None:
+    """By preflight where transformers shows it, else by the engine when it starts."""
+    from appliance.tasks.tiny_model import save_tokenizer
+
+    folder, (code, why) = tmp_path / "model", REFUSED[model_type]
+    tokenizer = save_tokenizer(folder, max_positions=128, words=WORDS)
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    make_unlisted(folder, model_type, seed=1, vocab_size=WORDS, **tokens)
+    done = train(tmp_path, *SETS, f"model.path={folder}", name="refused", timeout_s=600)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    summary = ["error: this host cannot run the plan: 1 finding above"] if code == 3 else []
+    assert (done.code, errors[1:]) == (code, summary), done.stderr[-4000:]
+    assert f"{folder}: {why}" in errors[0]
+
+
 @pytest.mark.torture
 def test_every_class_of_the_list_and_beyond_was_trained(record_property: Callable[[str, object], None]) -> None:
     record_property("said", f"models: {len(set(TRAINED))} classes trained by INT8 rollouts: {', '.join(TRAINED)}")
