@@ -26,6 +26,9 @@ without three additions, and has no others: a platform for a CPU, a process grou
 (`verl_peer.py`, both from this project) and vLLM's own layerwise reload where verl writes new weights into layers that
 vLLM's kernels have packed, a head tied to the embedding with them (`verl_weights.py`).
 
+`trl-vllm-uncorrected` is TRL without the importance sampling that is its default for what vLLM sampled: it leaves out a
+forward for old log-probs, and is another algorithm, too.
+
 TRL is fetched into its own folder, as `make test-trl` does. The other commit is checked out into a worktree, where its
 own `make setup` builds its environment (3 GB). Writes `step.json` and `step.md`.
 """

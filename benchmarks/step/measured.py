@@ -30,6 +30,9 @@ reload in verl's extension of the worker, without which vLLM's CPU kernels take 
 tied to the embedding is packed again with it: the reload leaves it out."""
 _BYPASS = """\
 *verl-bypass* takes the rollouts' log-probs for the old ones, where *verl* computes them in a pass of its own."""
+_UNCORRECTED = """\
+*trl-vllm-uncorrected* leaves out the importance sampling that is TRL's default for what vLLM sampled, and with it a
+forward for old log-probs."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def page(content: dict[str, Any]) -> str:
             f"|{' --- |' * len(head)}",
             *rows,
             *_tried(measured),
-            *_about_verl(content["systems"]),
+            *_about_peers(content["systems"]),
             "",
         ]
     )
@@ -183,9 +186,10 @@ def _tried(measured: list[Measured]) -> list[str]:
     return ["", text, "", "| system | setting | a step, s |", "| --- | --- | --- |", *rows]
 
 
-def _about_verl(systems: list[str]) -> list[str]:
-    """Return what a reader has to know of verl's rows, where there are some."""
-    texts = [_BARE_VERL] if set(VERL) & set(systems) else []
+def _about_peers(systems: list[str]) -> list[str]:
+    """Return what a reader has to know of the peers' rows, where there are some."""
+    texts = [_UNCORRECTED] if "trl-vllm-uncorrected" in systems else []
+    texts += [_BARE_VERL] if set(VERL) & set(systems) else []
     texts += [_BYPASS] if "verl-bypass" in systems else []
     return [line for text in texts for line in ("", text)]
 

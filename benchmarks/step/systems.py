@@ -30,7 +30,7 @@ OURS = {
     "one-flow-with-pass": ("trainer.forward=rollout", "trainer.old_log_probs=recompute"),
     "with-pass": ("trainer.old_log_probs=recompute",),
 }
-TRL = {"trl": (), "trl-vllm": ("--vllm",)}
+TRL = {"trl": (), "trl-vllm": ("--vllm",), "trl-vllm-uncorrected": ("--vllm", "--uncorrected")}
 VERL: dict[str, dict[str, Value]] = {
     "verl": {f"{ROLLOUT}.calculate_log_probs": False},  # only verl's metrics would use them
     "verl-bypass": {"algorithm.rollout_correction.bypass_mode": True},  # the rollouts' log-probs are the old ones
@@ -38,7 +38,7 @@ VERL: dict[str, dict[str, Value]] = {
 OLD = "old"
 PEERS = (*TRL, *VERL)
 SYSTEMS = (*OURS, *PEERS)
-USUAL = ("ours", "one-flow", *TRL, "verl")
+USUAL = ("ours", "one-flow", "trl", "trl-vllm", "verl")
 VLLM_ON_A_CPU = {  # in TRL's own process: examples/trl/README.md says why
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_USE_AOT_COMPILE": "0",

@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, required=True, help="sequences of one forward")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--uncorrected", action="store_true", help="no importance sampling for what vLLM sampled")
     options = parser.parse_args()
     from trl import GRPOConfig, GRPOTrainer  # fetched by the benchmark, and by it alone
 
@@ -78,6 +79,7 @@ def main() -> int:
         use_vllm=options.vllm,
         vllm_mode="colocate",
         vllm_max_model_length=128,
+        vllm_importance_sampling_correction=not options.uncorrected,
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=2.0,
         use_cpu=True,

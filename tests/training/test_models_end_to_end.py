@@ -170,6 +170,22 @@ def require_as_fresh(done: Finished, answers: list[dict[str, Any]]) -> None:
     assert fresh == [(answer["tokens"], answer["log_probs"]) for answer in last]
 
 
+def smoothed(done: Finished) -> list[str]:
+    """The sources of what the run's profile smooths."""
+    profile = done.run_dir / "profile"
+    return (
+        [group["source"] for group in read_file_header(profile)["smoothing"]]
+        if (profile / PROFILE_FILE).is_file()
+        else []
+    )
+
+
+def describe(name: str, done: Finished) -> str:
+    """A line for docs/results/torture.md."""
+    k3 = ", ".join(f"{line['mismatch_k3_kl']:.1e}" for line in done.json_lines("metrics.jsonl") if line["step"])
+    return f"{name}: k3 {k3}, {len(smoothed(done))} groups smoothed"
+
+
 def make_model(folder: Path, model_type: str, *, tokenizer: PreTrainedTokenizerFast) -> str:
     """A checkpoint with random weights; returns the name of its class."""
     tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -186,7 +202,9 @@ def make_model(folder: Path, model_type: str, *, tokenizer: PreTrainedTokenizerF
 
 
 @pytest.mark.parametrize("model_type", in_torture((*LISTED, *UNLISTED), often=OFTEN))
-def test_a_model_class_trains_by_int8_rollouts(tmp_path: Path, model_type: str) -> None:
+def test_a_model_class_trains_by_int8_rollouts(
+    tmp_path: Path, model_type: str, record_property: Callable[[str, object], None]
+) -> None:
     from appliance.tasks.tiny_model import save_tokenizer
 
     folder = tmp_path / "model"
@@ -197,14 +215,17 @@ def test_a_model_class_trains_by_int8_rollouts(tmp_path: Path, model_type: str) 
     require_proven(done, is_tied="lm_head.weight" not in before)
     require_trained(before, after)
     require_as_fresh(done, answers)
+    sources = smoothed(done)
     if model_type in SMOOTHED:
-        sources = [group["source"] for group in read_file_header(done.run_dir / "profile")["smoothing"]]
         assert sum("norm" in source for source in sources) == 4, sources
     TRAINED.append(name)
+    record_property("said", describe(name, done))
 
 
 @pytest.mark.parametrize("model_type", in_torture(PUBLISHED, often=("phi3",)))
-def test_a_folder_as_the_hub_has_it_trains(tmp_path: Path, model_type: str) -> None:
+def test_a_folder_as_the_hub_has_it_trains(
+    tmp_path: Path, model_type: str, record_property: Callable[[str, object], None]
+) -> None:
     """Several files, weights in FP32 or FP16, a long rope, a tied head, a tokenizer and a template of its own. Code
     that `auto_map` names is not run. Either of two tokens ends an answer, and the exported folder still says so."""
     folder = tmp_path / "model"
@@ -219,6 +240,7 @@ def test_a_folder_as_the_hub_has_it_trains(tmp_path: Path, model_type: str) -> N
     for answer in answers:
         assert answer["finished"] == (answer["tokens"][-1] in ends) and ends.isdisjoint(answer["tokens"][:-1])
     assert any(answer["finished"] for answer in answers)
+    record_property("said", describe(f"{model_type} as the hub has it", done))
     exported = [json.loads((each / "generation_config.json").read_text()) for each in (folder, done.run_dir / "model")]
     assert exported[0]["eos_token_id"] == exported[1]["eos_token_id"]
     assert AutoTokenizer.from_pretrained(done.run_dir / "model").chat_template == tokenizer.chat_template

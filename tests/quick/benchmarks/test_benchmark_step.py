@@ -221,6 +221,16 @@ def test_a_page_with_verl_says_what_was_added_to_it(systems: list[str], paragrap
     assert text.count("\n*verl") == paragraphs
 
 
+def test_a_page_says_what_an_uncorrected_peer_leaves_out() -> None:
+    systems = ["trl-vllm", "trl-vllm-uncorrected"]
+    measured = [summary(name, round_number=1, setting=None, lines=[line(20.0)], busy=0.0) for name in systems]
+    pages = [
+        page({**ABOUT, "rounds": 1, "systems": systems[:count], "measured": [vars(one) for one in measured[:count]]})
+        for count in (1, 2)
+    ]
+    assert ["*trl-vllm-uncorrected* leaves out" in text for text in pages] == [False, True]
+
+
 def test_its_recipe_is_read_and_its_problems_are_there(tmp_path: Path) -> None:
     problems = write_problems(tmp_path / "problems.jsonl")
     recipe = load_recipe(str(write_recipe(tmp_path / "recipe.json", model=tmp_path, problems=problems, steps=3)))
