@@ -112,7 +112,7 @@ class Fp8Proof(KernelProof):
         """Keep what the kernel must answer. parts: of the whole weight, in order.  due: the rows that are due."""
 
     @abstractmethod
-    def _first_answer(self, layer: Module) -> ProofFault | None:
+    def _find_wrong_answer(self, layer: Module) -> ProofFault | None:
         """Return what the kernel answers otherwise than it must, or None."""
 
     def _told_apart(self, codes_RK: Tensor) -> Tensor:
@@ -165,9 +165,9 @@ class Fp8Proof(KernelProof):
     def check(self, layer: Module) -> ProofFault | None:
         held = layer.quant_method.held_scale(layer).reshape(-1).cpu()
         different = find_wrong_scale(held, self._scale.reshape(-1).cpu(), within=self._scale_within)
-        return different or self._first_code(layer) or self._first_answer(layer)
+        return different or self._find_wrong_code(layer) or self._find_wrong_answer(layer)
 
-    def _first_code(self, layer: Module) -> ProofFault | None:
+    def _find_wrong_code(self, layer: Module) -> ProofFault | None:
         held_NK = layer.quant_method.held_weight(layer).codes_NK.view(torch.uint8)
         codes = digest(self._told_apart(_gathered([held_NK], self._due)))
         if codes == self._codes:
@@ -213,7 +213,7 @@ class EmulatedProof(Fp8Proof):
             bounds.append(2 * len(self._signs_K) * U * held_RK.abs_().sum(dim=1).double().cpu())
         self._answer_N, self._bound_N = torch.cat(sums), torch.cat(bounds)
 
-    def _first_answer(self, layer: Module) -> ProofFault | None:
+    def _find_wrong_answer(self, layer: Module) -> ProofFault | None:
         if not self.request.thorough:
             return None
         return find_wrong_answer(layer, self._signs_K, exact_N=self._answer_N, bound_N=self._bound_N, dtype=self.dtype)
@@ -251,10 +251,10 @@ class NativeFp8Proof(Fp8Proof):
         """Return [T, N] float64: the exact answers. out_TN: the kernel's, which says whether one of two is meant."""
         return (widened_fp8(self._codes_NT).double() * self._scale.double().cpu()).t() * self._values_T[:, None]
 
-    def _first_code(self, layer: Module) -> ProofFault | None:
-        return super()._first_code(layer) if bool(self._scale.any()) else None
+    def _find_wrong_code(self, layer: Module) -> ProofFault | None:
+        return super()._find_wrong_code(layer) if bool(self._scale.any()) else None
 
-    def _first_answer(self, layer: Module) -> ProofFault | None:
+    def _find_wrong_answer(self, layer: Module) -> ProofFault | None:
         with torch.compiler.set_stance("force_eager"):  # on a GPU vLLM has the activation's quantiser compiled
             out_TN = compute_answer(layer, self.probe_TK(), bias_N=None)
         wanted_TN = self._exact_answers(out_TN)

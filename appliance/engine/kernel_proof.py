@@ -251,11 +251,11 @@ class Bf16Proof(KernelProof):
 
     def check(self, layer: Module) -> ProofFault | None:
         if self._columns_NB.shape[1]:
-            return self._first_column(layer)
+            return self._find_wrong_column(layer)
         exact_N, bound_N = self._answer_N.double(), 2 * COLUMNS * U * self._magnitude_N.double()
         return find_wrong_answer(layer, self._probe_K, exact_N=exact_N, bound_N=bound_N, dtype=self.dtype)
 
-    def _first_column(self, layer: Module) -> ProofFault | None:
+    def _find_wrong_column(self, layer: Module) -> ProofFault | None:
         probe_BK = torch.eye(self._columns_NB.shape[1], self.shape.length, device="cpu").roll(self._block.start, dims=1)
         held_BN = ask_kernel(layer, probe_BK, bias_N=None, dtype=self.dtype)
         wanted_BN = self._columns_NB.t().to(held_BN.device)

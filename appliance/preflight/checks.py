@@ -25,7 +25,6 @@ from appliance.preflight.inputs import InputFacts, StackFacts
 from appliance.preflight.mismatch import judge_mismatch
 from appliance.preflight.weights import judge_weights
 from appliance.record.plan import RunPlan
-from appliance.settings.sections import Attention
 from appliance.tasks.library import TINY_MODELS, is_from_hub
 from appliance.terms.counts import counted
 from appliance.terms.environment import JUDGE_KEY_VARIABLE
@@ -186,7 +185,7 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
         elif inputs.model_damage:
             message = f"{folder}: {'; '.join(inputs.model_damage.problems)}"
             yield error("model-damaged", "model.path", message, inputs.model_damage.remedy)
-    yield from judge_weights(inputs.weights, model=model.path or "", is_packed=plan.trainer.attention is Attention.AUTO)
+    yield from judge_weights(inputs.weights, model=model.path or "")
     if not inputs.has_chat_template and not inputs.model_missing:
         message = f"{model.path} has no chat template: its tokenizer does not say how a prompt is put to it"
         remedy = "take an instruct model, or add a chat_template.jinja to the model's folder"

@@ -435,7 +435,9 @@ def _own_problem(verdict: SampleVerdict) -> RewardProblem | None:
     facts += [verdict.doubt] if verdict.doubt else []
     if not facts:
         return None
-    remedy = _REMEDY_OF_EASY if verdict.easy and len(facts) == 1 else _REMEDY_OF_WRONG if verdict.wrong else _REMEDY
+    remedy = _REMEDY_OF_WRONG if verdict.wrong else _REMEDY
+    if len(facts) == 1:
+        remedy = _REMEDY_OF_EASY if verdict.easy else verdict.remedy or remedy
     return RewardProblem("; ".join(facts), is_rare=True, remedy=remedy)
 
 

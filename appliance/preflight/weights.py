@@ -93,12 +93,11 @@ def folder_of_weights(weights: WeightsPlan) -> Path | None:
     return None if folder is None or hub.missing_parts(folder) else folder
 
 
-def judge_weights(facts: WeightsFacts, *, model: str, is_packed: bool) -> Iterator[Finding]:
-    """Yield findings about the weights. model: as the recipe names it.  is_packed: whether the trainer puts its own
-    attention in."""
+def judge_weights(facts: WeightsFacts, *, model: str) -> Iterator[Finding]:
+    """Yield findings about the weights. model: as the recipe names it."""
     if facts.problem:
         yield error("model-weights", "model.path", f"{model}: {facts.problem}", facts.remedy)
-    if facts.own_attention and is_packed:
+    if facts.own_attention:
         message = f"{model}: {why_own_attention(facts.own_attention)}"
         yield error("attention", "model.path", message, REMEDY_OF_OWN_ATTENTION)
     if facts.doubt:

@@ -32,7 +32,6 @@ from appliance.errors import WeightsError, first_line
 from appliance.quant.headers import weight_files
 from appliance.terms.counts import counted
 from appliance.terms.families import REMEDY_OF_OWN_ATTENTION, why_own_attention
-from appliance.terms.settings import ATTENTION_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,12 +96,16 @@ def ask_transformers(folder: Path, *, trust_remote_code: bool = False) -> Loadin
 def own_attention(model: PreTrainedModel) -> str:
     """Return the name of a model's class, if it computes attention itself and looks for none that was registered with
     transformers; an empty text otherwise. Such a class raises KeyError for a name that it does not know, or takes no
-    notice of it: then all sequences of a row would see each other."""
-    from transformers import modeling_utils
-
-    modules = {base.__module__ for part in model.modules() for base in type(part).__mro__} - {modeling_utils.__name__}
-    looks = any(hasattr(sys.modules[name], "ALL_ATTENTION_FUNCTIONS") for name in modules)
-    return "" if looks else type(model).__name__
+    notice of it: then all sequences of a row would see each other. What counts is the code of the layers that are
+    called attention, whatever else the class has of other models; all of its code where none is called so."""
+    kinds = {type(part) for part in model.modules()}
+    looks = {
+        kind.__name__: hasattr(sys.modules.get(base.__module__), "ALL_ATTENTION_FUNCTIONS")
+        for kind in kinds
+        for base in [next(base for base in kind.__mro__ if "forward" in vars(base))]
+    }
+    of_attention = [looks_there for name, looks_there in looks.items() if "attention" in name.lower()]
+    return "" if (all(of_attention) if of_attention else any(looks.values())) else type(model).__name__
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
@@ -123,27 +126,26 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 _whole: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()  # of `load_whole`: how many tensors
 
 
-def load_whole(auto_class: Any, name_or_path: str, **settings: Any) -> PreTrainedModel:
+def load_whole(auto_class: Any, name_or_path: str, *, is_trained: bool = False, **settings: Any) -> PreTrainedModel:
     """Call transformers' `auto_class.from_pretrained(name_or_path, **settings)`. Raises WeightsError when something of
-    the model was made up, or something of the checkpoint left out or read as another type, and where its configuration
-    asks for the trainer's attention and its class takes none but its own."""
+    the model was made up, or something of the checkpoint left out or read as another type, and for a model that is to
+    be trained when its class takes no attention but its own."""
     from transformers.utils import CONFIG_NAME, cached_file
 
     folder = Path(cached_file(name_or_path, CONFIG_NAME, revision=settings.get("revision"))).parent
     trusts = bool(settings.get("trust_remote_code"))
-    attention = getattr(settings.get("config"), "_attn_implementation", "")
     files = weight_files(folder)
     # Of a snapshot of the hub the index may be here and its files not yet: a download broke off, or another rank's is
     # under way, and from_pretrained continues with it.
     is_here = bool(files) and (os.path.isdir(name_or_path) or all(map(os.path.isfile, files)))
     if is_here:
-        _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path, attention=attention)
+        _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path, is_trained=is_trained)
     with _quiet():
         model, report = auto_class.from_pretrained(
             name_or_path, output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )
     if not is_here:  # of the hub, and downloaded by now
-        _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path, attention=attention)
+        _require(ask_transformers(folder, trust_remote_code=trusts), model=name_or_path, is_trained=is_trained)
     if random := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         raise WeightsError(
             f"{name_or_path}: {_counted(random, 'not in the checkpoint and would be random')}", hint=_AGAIN
@@ -163,10 +165,10 @@ def _leave_out_unused_code(model: PreTrainedModel) -> None:
         del model.config.auto_map
 
 
-def _require(loading: Loading, *, model: str, attention: str) -> None:
+def _require(loading: Loading, *, model: str, is_trained: bool) -> None:
     if loading.problem:
         raise WeightsError(f"{model}: {loading.problem}", hint=loading.remedy)
-    if loading.own_attention and attention == ATTENTION_NAME:
+    if loading.own_attention and is_trained:
         raise WeightsError(f"{model}: {why_own_attention(loading.own_attention)}", hint=REMEDY_OF_OWN_ATTENTION)
 
 

@@ -123,7 +123,7 @@ REWARDS = Table(
             "fraction",
             "Samples that were cut before the model ended them, of all that were generated for the step: at "
             "`task.max_response_tokens`, or where a tool's answer had no room or the chat template refused it",
-            "every step but one whose samples were all generated before the step began",
+            "every step, unless no sample was generated since the step before it",
         ),
         Metric(
             "equal_group_fraction",

@@ -36,6 +36,7 @@ from appliance.tasks.tokenizer import load_tokenizer
 from appliance.tasks.tools import Schema, read_tools, tools_request, write_schemas
 from appliance.terms.clock import clock_of
 from appliance.terms.counts import counted
+from appliance.terms.families import REMEDY_OF_OWN_ATTENTION, why_own_attention
 from appliance.terms.phases import Phase
 
 if TYPE_CHECKING:
@@ -138,6 +139,9 @@ def _check_weights(folder: Path, *, plan: RunPlan) -> None:
     loading = ask_transformers(folder, trust_remote_code=plan.model.trust_remote_code)
     if loading.problem:
         raise PreflightError(f"model.path: {plan.weights.identity}: {loading.problem}", hint=loading.remedy)
+    if loading.own_attention:
+        why = why_own_attention(loading.own_attention)
+        raise PreflightError(f"model.path: {plan.weights.identity}: {why}", hint=REMEDY_OF_OWN_ATTENTION)
 
 
 def _reporter(run_dir: Path, *, label: str, total: int) -> Callable[[int, float], None]:

@@ -38,8 +38,22 @@ _READ_IN_EVERY_MARK = ("math", "number", "choice")
 _OF_ITS_OWN = ("code", "judge")  # what is right they know without the truth as an answer
 _OF_NO_TRUTH = {"response", "messages", "prompts", "completions", "completion_ids", "data_source", "solution_str"}
 _SHOWN = 60  # characters of a truth
-# Responses as unlike each other as any: a reward that gives them all the same has nothing to tell samples apart by.
-_UNLIKE = ("", "yes", "The answer is 42.", "<answer>\n- one\n- two\n</answer>", "so " * 2000)
+# Responses that differ in length, language and form: a reward that gives them all the same may tell no samples apart.
+_UNLIKE = (
+    "",
+    "yes",
+    "The answer is 42.",
+    "<think>6 * 7</think>\n<answer>\n- one\n- two\n</answer>",
+    "```python\nprint(42)\n```",
+    '{"answer": 42}',
+    "答案是四十二。",
+    "so " * 2000,
+)
+
+_REMEDY_OF_A_CONSTANT = (
+    "mend the function: where all samples of a prompt earn the same, nothing is learned; leave it if it judges what "
+    "was not tried"
+)
 
 Tell = Callable[[str], None]  # what is being done
 
@@ -54,7 +68,7 @@ class SampleVerdict:
     failure: str = ""
     """Reason why there are no rewards at all, in words that name the file; empty where there are."""
     remedy: str = ""
-    """Remedy for the failure, where a reward has its own."""
+    """Remedy for the failure or the doubt, where it has its own."""
     doubt: str = ""
     """Doubt about the rewards."""
     unread: int = 0
@@ -98,8 +112,9 @@ def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lamb
     if problems and takers and not any(each.truth for each in problems):
         doubt = f"`{takers[0]}` takes a `truth`, and the rows have none: set task.truth to its field"
         return replace(verdict, doubt=doubt)
+    if constant := _never_differs(problems, settings=settings, rewards=rewards, tell=tell):
+        return replace(verdict, doubt=constant, remedy=_REMEDY_OF_A_CONSTANT)
     doubt = _never_judges(problems, settings=settings, rewards=rewards)
-    doubt = doubt or _never_differs(problems, settings=settings, rewards=rewards)
     doubt = doubt or _empty_truths(settings, rewards=rewards, first_problems=first_problems)
     return replace(verdict, doubt=doubt or _no_numbers(settings, first_problems=first_problems))
 
@@ -117,18 +132,26 @@ def _never_judges(problems: Sequence[Problem], *, settings: sections.Task, rewar
     return ""
 
 
-def _never_differs(problems: Sequence[Problem], *, settings: sections.Task, rewards: Sequence[RewardFunction]) -> str:
+def _never_differs(
+    problems: Sequence[Problem], *, settings: sections.Task, rewards: Sequence[RewardFunction], tell: Tell
+) -> str:
     """Say that functions of the user's, which read no truth, give the same reward above 0 to all responses of
-    `_UNLIKE`; empty where they do not, or other rewards count. A reward of 0 may be waiting for its form."""
-    weighty = [planned for planned in settings.rewards if planned.weight]
-    if not problems or not weighty or any(not planned.file or _reads_truth(planned) for planned in weighty):
+    `_UNLIKE`; empty where they do not, or other rewards count. A reward of 0 may be waiting for a form, and one that
+    looks at what tools said gets nothing of it here."""
+    weighty = [(reward, planned) for reward, planned in zip(rewards, settings.rewards, strict=True) if planned.weight]
+    if settings.tools or not (problems and weighty):
         return ""
-    earned = {_earned(text, problem, rewards=rewards) for problem in problems for text in _UNLIKE}
+    if any(not planned.file or _reads_truth(planned) for _, planned in weighty):
+        return ""
+    tell("the rewards on responses that differ in length, language and form")
+    counting = [reward for reward, _ in weighty]
+    earned = {_earned(text, problem, rewards=counting) for problem in problems for text in _UNLIKE}
     if len(earned) > 1 or not max(earned) > 0:
         return ""
-    names = " and ".join(f"`{reward.name}`" for reward in rewards if reward.weight)
-    lengths = "an empty response, to a word and to 2,000 words"
-    return f"{names} gave {max(earned):g} to {lengths} alike: where all samples earn the same, nothing is learned"
+    names = " and ".join(f"`{reward.name}`" for reward in counting)
+    return (
+        f"each of {len(_UNLIKE)} very different responses, an empty one among them, earns {max(earned):g} from {names}"
+    )
 
 
 def _gives_none(reward: RewardFunction, text: str, problem: Problem) -> bool:

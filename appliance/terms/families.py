@@ -160,11 +160,12 @@ def why_unknown(architectures: Sequence[str] | None) -> str:
 
 
 def why_own_attention(architecture: str) -> str:
-    """Say why the trainer cannot train this class of transformers, which takes no other attention than its own."""
-    return f"transformers' {architecture} computes attention itself, and would mix the sequences of one row"
+    """Say why a class that takes no other attention than its own cannot be trained."""
+    why = "the trainer packs several sequences into one row, and they would see each other"
+    return f"{architecture} computes attention by code of its own: {why}"
 
 
-REMEDY_OF_OWN_ATTENTION = "take a model whose class in transformers takes any attention that is registered there"
+REMEDY_OF_OWN_ATTENTION = "take another model: docs/quantization.md names classes that can be trained"
 
 UNLIKE_WINDOWS = {
     "Qwen3ForCausalLM": "the trainer goes by layer_types, vLLM treats all layers alike",

@@ -61,7 +61,7 @@ def signals_of(
     is_exact: as StepParts.is_exact.
     """
     mismatch = telemetry.mismatch
-    names = ["entropy", "unfinished_fraction"]
+    names = [name for name in ("entropy", "unfinished_fraction") if name in line]
     adapts = bool(line.get("overflow_fraction")) and float(line["grad_scale"]) >= 1  # FP16 on the way to its factor
     if not telemetry.nonfinite_fraction and not adapts:  # else there was no update, and so no gradient
         names.append("grad_norm")

@@ -109,8 +109,9 @@ class Tally:
         self.tool_tokens += sum(len(each.mask) - each.generated for each in samples)
 
     def metrics(self, *, has_tools: bool) -> dict[str, float]:
-        num_samples = max(1, self.samples)
-        unfinished = {"unfinished_fraction": self.unfinished / num_samples} if self.samples else {}
+        if not (num_samples := self.samples):
+            return {}
+        unfinished = {"unfinished_fraction": self.unfinished / num_samples}
         if not has_tools:
             return unfinished
         return unfinished | {

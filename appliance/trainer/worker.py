@@ -125,7 +125,7 @@ def _loading_whole(original: Callable[..., type]) -> Callable[..., type]:
         auto_class = original(hf_config)
 
         def from_pretrained(pretrained_model_name_or_path: str, **settings: Any) -> Any:
-            return load_whole(auto_class, pretrained_model_name_or_path, **settings)
+            return load_whole(auto_class, pretrained_model_name_or_path, is_trained=True, **settings)
 
         return type(auto_class.__name__, (auto_class,), {"from_pretrained": staticmethod(from_pretrained)})
 

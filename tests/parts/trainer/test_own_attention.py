@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import HOST
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 from unlisted_models import build_unlisted, make_unlisted
 
 import appliance.trainer.attention  # noqa: F401  registers it
-from appliance.errors import TrainingError, WeightsError
-from appliance.quant.loading import ask_transformers, load_whole
+from appliance.errors import PreflightError, TrainingError, WeightsError
+from appliance.plan.build import build_plan
+from appliance.quant.loading import ask_transformers, load_whole, own_attention
+from appliance.recipe.load import load_recipe
+from appliance.tasks.prepare import _check_weights
+from appliance.terms.families import why_own_attention
 from appliance.terms.settings import ATTENTION_NAME
 
 TAKE_OURS = (
@@ -54,12 +60,32 @@ def test_a_class_with_an_attention_of_its_own_is_refused(tmp_path: Path, model_t
     assert ask_transformers(folder).own_attention == (name if model_type in HAVE_THEIR_OWN else "")
     config._attn_implementation = ATTENTION_NAME
     if model_type in TAKE_OURS:
-        assert type(load_whole(AutoModelForCausalLM, str(folder), config=config)).__name__ == name
+        assert type(load_whole(AutoModelForCausalLM, str(folder), config=config, is_trained=True)).__name__ == name
         return
     with pytest.raises(WeightsError) as refused:
-        load_whole(AutoModelForCausalLM, str(folder), config=config)
-    why = f"transformers' {name} computes attention itself, and would mix the sequences of one row"
-    assert refused.value.message == f"{folder}: {why}"
+        load_whole(AutoModelForCausalLM, str(folder), config=config, is_trained=True)
+    assert refused.value.message == f"{folder}: {why_own_attention(name)}"
+
+
+def test_a_model_that_was_fetched_is_refused_before_a_worker_loads_it(tmp_path: Path) -> None:
+    """From the hub its files are not here when preflight looks."""
+    folder = make_unlisted(tmp_path / "model", "falcon", seed=1)
+    sets = ["model.builtin=null", f"model.path={folder}", "task.max_prompt_tokens=64", "task.max_response_tokens=16"]
+    plan = build_plan(load_recipe("arithmetic-tiny-int8", sets=sets), run_dir=tmp_path / "a", host=HOST)
+    with pytest.raises(PreflightError) as refused:
+        _check_weights(folder, plan=plan)
+    assert refused.value.message.endswith(why_own_attention("FalconForCausalLM"))
+
+
+@pytest.mark.parametrize(("base", "takes_ours"), [("LlamaAttention", True), ("Module", False)])
+def test_what_counts_is_the_code_of_attention(base: str, takes_ours: bool) -> None:
+    """A model's own code may have a norm of Llama and an attention of its own, or Llama's attention under another
+    name."""
+    llama = build_unlisted("llama", seed=1)
+    parent = LlamaAttention if base == "LlamaAttention" else torch.nn.Module
+    forward = {} if takes_ours else {"forward": lambda self, hidden_states, **_: (hidden_states, None)}
+    llama.model.layers[0].self_attn.__class__ = type("OwnAttention", (parent,), {"__module__": __name__, **forward})
+    assert own_attention(llama) == ("" if takes_ours else "LlamaForCausalLM")
 
 
 @pytest.mark.parametrize("model_type", ["persimmon", "gpt_bigcode"])

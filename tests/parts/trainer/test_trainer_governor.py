@@ -104,6 +104,8 @@ def test_signals_are_the_steps_own_numbers() -> None:
     assert (signals.k3_kl, signals.ess, signals.truncated_fraction) == (mismatch.k3_kl, mismatch.ess, 0.5)
     assert (signals.weight_mean, signals.weight_std) == (mismatch.weight_mean, mismatch.weight_std)
     assert signals.equal_group_fraction == 0.125
+    del line["unfinished_fraction"]  # all samples of the step were generated before it began
+    assert signals_of(line, telemetry=telemetry, cap=1.2).unfinished_fraction is None
     filtered = signals_of({**line, "generated_reward_mean": 0.9}, telemetry=telemetry, cap=1.2)
     assert filtered.reward_mean == 0.9  # of what a filter left nothing is all right
 

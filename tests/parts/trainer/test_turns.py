@@ -142,7 +142,7 @@ def test_a_call_is_answered_and_the_model_goes_on(file: str) -> None:
     assert (wrong.text, wrong.turns, wrong.calls, wrong.transcript) == ("37", 1, 0, [("assistant", "37")])
     assert groups[0].weights_version == 7
     tally = Tally()
-    assert tally.metrics(has_tools=False) == {}
+    assert tally.metrics(has_tools=False) == tally.metrics(has_tools=True) == {}
     tally.extend(groups[0].samples)
     tool_tokens = len(TOKENIZER("\n<tool_response>2146</tool_response>=")["input_ids"])
     tally.extend([Trajectory([3], [-1.0], [1], finished=False, text="")])

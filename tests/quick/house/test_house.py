@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from appliance import tasks
 
 WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefile", "Dockerfile", ".ci/run")
 
@@ -22,6 +26,7 @@ OF_A_TOPOLOGY = {
     *("nodes", "gpus_per_node", "gpus", "world_size", "engines", "replica", "replicas", "rank"),
     *("tensor_parallel", "tensor_parallel_size", "sequence_parallel", "data_parallel"),
 }
+IMPORT_TORCH = ("tiny_model",)
 UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME)\b")
 OF_ONE_MACHINE = re.compile(r"(?<![\w.}])/(?:home|root|Users|work)/\w")
 
@@ -213,14 +218,36 @@ def test_every_test_file_holds_a_test(root: Path) -> None:
 
 def test_no_group_is_possessive(root: Path) -> None:
     """Before Python 3.11.5 a possessive group may fail to match, without a word (python/cpython#106052): Debian 12's
-    Python is 3.11.2, where the reward `format` gave 0 to every right response. A character or a class may be."""
-    possessive = re.compile(r"\)(?:[*+?]|\{[\d,]+\})\+|\(\?>")
+    Python is 3.11.2, where the reward `format` gave 0 to every right response. A character or a class may be.
+
+    Sources are searched, and the compiled patterns of tasks, which may be put together of parts."""
+    possessive = re.compile(r"[)}](?:[*+?]|\{+[\d,]+\}+)\+|\(\?>")
     rooms = [root / room for room in ("appliance", "flashrl_compat", "benchmarks", "container")]
     lines = [
         f"{file.relative_to(root)}:{number}"
         for room in rooms
         for file in room.rglob("*.py")
         for number, line in enumerate(file.read_text().splitlines(), start=1)
-        if possessive.search(line)
+        if possessive.search(line.replace(r"\}", "").replace(r"\)", ""))
     ]
     assert lines == []
+    names = [module.name for module in pkgutil.walk_packages(tasks.__path__, f"{tasks.__name__}.")]
+    modules = [importlib.import_module(name) for name in names if name.rpartition(".")[2] not in IMPORT_TORCH]
+    patterns = {value.pattern for module in modules for value in vars(module).values() if isinstance(value, re.Pattern)}
+    assert len(patterns) > 60
+    assert [pattern for pattern in patterns if has_possessive_group(re._parser.parse(pattern))] == []
+
+
+def has_possessive_group(items: Iterable[object]) -> bool:
+    """items: of a parsed pattern."""
+    for item in items:
+        if isinstance(item, tuple) and str(item[0]) == "ATOMIC_GROUP":
+            return True
+        if isinstance(item, tuple) and str(item[0]) == "POSSESSIVE_REPEAT":
+            _, _, repeated = item[1]
+            if len(repeated) != 1 or str(repeated[0][0]) not in ("LITERAL", "NOT_LITERAL", "IN", "ANY", "CATEGORY"):
+                return True
+        is_nested = isinstance(item, (tuple, list, re._parser.SubPattern))
+        if is_nested and has_possessive_group(item):
+            return True
+    return False

@@ -347,24 +347,31 @@ def test_a_task_of_ours_that_takes_a_wrong_answer_is_told(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("body", "is_doubted"),
+    ("body", "earns"),
     [
-        ("return 1.0", True),
-        ("return 0.3 + 0 * len(response)", True),
-        ("return 1.0 if len(response) < 100 else 0.0", False),
-        ("return float('<answer>' in response)", False),
-        ("return 0.0", False),
-        ("return float('<think>' in response)", False),  # 0 to all that is tried, and 1 to what it waits for
+        ("return 1.0", "1"),
+        ("return 0.3 + 0 * len(response)", "0.3"),
+        ("return 1.0 if len(response) < 100 else 0.0", ""),
+        ("return float('<answer>' in response)", ""),
+        ("return float('```' not in response)", ""),
+        ("return float(response.isascii())", ""),
+        ("return 0.0", ""),
+        ("return float('<tool>' in response)", ""),  # 0 to all that is tried, and 1 to what it waits for
     ],
     ids=str,
 )
-def test_a_function_of_the_response_alone_that_never_differs_is_doubted(
-    tmp_path: Path, body: str, is_doubted: bool
-) -> None:
+def test_a_function_of_the_response_alone_that_never_differs_is_doubted(tmp_path: Path, body: str, earns: str) -> None:
     verdict = judged(tmp_path, truths=["1", "2"], program=f"def f(response):\n    {body}\n")
-    value = "1" if body == "return 1.0" else "0.3"
-    why = f"`f` gave {value} to an empty response, to a word and to 2,000 words alike"
-    assert verdict.doubt == (f"{why}: where all samples earn the same, nothing is learned" if is_doubted else "")
+    doubt = f"each of 8 very different responses, an empty one among them, earns {earns} from `f`"
+    assert verdict.doubt == (doubt if earns else "")
+    assert ("nothing is learned" in verdict.remedy) == bool(earns)
+
+
+def test_a_reward_that_only_watches_is_not_asked_for_differences(tmp_path: Path) -> None:
+    """It may raise, or cost money."""
+    program = "def f(response):\n    return 1.0\ndef g(response):\n    return 1 / (len(response) < 9)\n"
+    watching = make_reward("g", file=tmp_path / "rewards.py").replace(weight=0.0)
+    assert judged(tmp_path, watching, truths=["1", "2"], program=program).doubt.endswith("earns 1 from `f`")
 
 
 def test_a_constant_beside_a_reward_that_compares_is_not_doubted(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_child_that_takes_too_long_is_ended(
         facts = weights_child.hear()
         assert facts == WeightsFacts(unproven="its weights could not be checked against its config.json within 0.2 s")
         pid = weights_child._child._process.pid
-    (late,) = judge_weights(facts, model="/models/a", is_packed=True)
+    (late,) = judge_weights(facts, model="/models/a")
     assert (late.severity, late.code) == (Severity.WARNING, "model-unproven")
     assert capsys.readouterr().err == (
         "note: still checking the model's weights against its config.json, for at most 0.2 s\n"
@@ -326,14 +326,17 @@ def is_alive(pid: int) -> bool:
 
 def test_what_it_said_is_an_error_or_a_warning() -> None:
     model = "/models/a"
-    assert [*judge_weights(WeightsFacts(), model=model, is_packed=True)] == []
-    (found,) = judge_weights(WeightsFacts("1 is missing (a)", "copy it"), model=model, is_packed=True)
+    assert [*judge_weights(WeightsFacts(), model=model)] == []
+    (found,) = judge_weights(WeightsFacts("1 is missing (a)", "copy it"), model=model)
     assert (found.severity, found.code, found.place) == (Severity.ERROR, "model-weights", "model.path")
     assert (found.message, found.remedy) == ("/models/a: 1 is missing (a)", "copy it")
     facts = WeightsFacts(own_attention="FalconForCausalLM")
-    (refusal,) = judge_weights(facts, model=model, is_packed=True)
-    why = "transformers' FalconForCausalLM computes attention itself, and would mix the sequences of one row"
-    assert (refusal.severity, refusal.code, refusal.message) == (Severity.ERROR, "attention", f"/models/a: {why}")
-    assert [*judge_weights(facts, model=model, is_packed=False)] == []
-    (doubt,) = judge_weights(WeightsFacts(doubt="two types"), model=model, is_packed=True)
+    (refusal,) = judge_weights(facts, model=model)
+    why = "FalconForCausalLM computes attention by code of its own: the trainer packs several sequences into one row"
+    assert (refusal.severity, refusal.code, refusal.message) == (
+        Severity.ERROR,
+        "attention",
+        f"/models/a: {why}, and they would see each other",
+    )
+    (doubt,) = judge_weights(WeightsFacts(doubt="two types"), model=model)
     assert (doubt.severity, doubt.code) == (Severity.WARNING, "model-types")
