@@ -158,7 +158,8 @@ class Decision:
         numbers = f": {', '.join(cause.text for cause in self.causes)}" if self.causes else ""
         steps = counted(self.judged_steps, "step")
         count = f"{steps} in a row" if self.steps == self.judged_steps else f"{self.steps} of {steps}"
-        return f"step {self.step}: {change}{numbers} ({count})"
+        remedy = f"; {self.guard.remedy}" if self.guard is not None and self.action is Action.WARN else ""
+        return f"step {self.step}: {change}{numbers} ({count}){remedy}"
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,21 @@ class CollapseGuard(StrEnum):
     EQUAL_SAMPLES = "equal_samples"
     RUNAWAY_LENGTH = "runaway_length"
 
+    @property
+    def remedy(self) -> str:
+        """What to do when it warns."""
+        return _REMEDIES[self]
+
+
+_REMEDIES = {
+    CollapseGuard.GRADIENT: "lower optimizer.learning_rate",
+    CollapseGuard.LOG_PROBS: "lower optimizer.learning_rate",
+    CollapseGuard.REWARD: "resume from an earlier checkpoint with a lower optimizer.learning_rate",
+    CollapseGuard.ENTROPY: "set algorithm.entropy_bonus, or take more diverse problems",
+    CollapseGuard.EQUAL_SAMPLES: "raise rollout.temperature, take other problems, or lower optimizer.learning_rate",
+    CollapseGuard.RUNAWAY_LENGTH: "raise task.max_response_tokens, or reward shorter answers",
+}
+
 
 @dataclass(frozen=True)
 class Watch:
@@ -219,6 +234,9 @@ def watch_guards(
             watches.append(last)
             continue
         cause = condition(value, memory, limits) if math.isfinite(value) else Cause(signal, value, BoundSide.NOT_FINITE)
+        if cause is not None and guard in _ALSO_WHEN_SOLVED and _solved(memory, limits=limits):
+            watches.append(Watch(alarmed=last.alarmed))  # it neither counts nor says that the condition is gone
+            continue
         patience = getattr(limits, guard.value)
         now, actions = _advance(last, holds=cause is not None, patience=patience, calm_after=calm_after)
         watches.append(now)
@@ -274,23 +292,22 @@ def _reward(value: float, memory: Watches, limits: Collapse) -> Cause | None:
 
 
 def _entropy(value: float, memory: Watches, limits: Collapse) -> Cause | None:
-    if len(memory.first_entropies) < limits.entropy_window or _solved(memory, limits=limits):
+    if len(memory.first_entropies) < limits.entropy_window:
         return None
     lowest = limits.entropy_left_fraction * _mean(memory.first_entropies)
     return find_cause("entropy", value, (lowest, math.inf))
 
 
 def _equal_samples(value: float, memory: Watches, limits: Collapse) -> Cause | None:
-    if _solved(memory, limits=limits):
-        return None
     return find_cause("equal_group_fraction", value, (-math.inf, limits.equal_above))
 
 
 def _runaway_length(value: float, memory: Watches, limits: Collapse) -> Cause | None:
-    if _solved(memory, limits=limits):
-        return None
     return find_cause("unfinished_fraction", value, (-math.inf, limits.unfinished_above))
 
+
+_ALSO_WHEN_SOLVED = {CollapseGuard.ENTROPY, CollapseGuard.EQUAL_SAMPLES, CollapseGuard.RUNAWAY_LENGTH}
+"""Guards whose condition is also met when a task is solved."""
 
 _CONDITIONS: dict[CollapseGuard, tuple[str, Callable[[float, Watches, Collapse], Cause | None]]] = {
     CollapseGuard.GRADIENT: ("grad_norm", lambda *_: None),  # any that is finite will do

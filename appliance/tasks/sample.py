@@ -114,8 +114,9 @@ def judge_sample(settings: sections.Task, *, files: TaskFiles, tell: Tell = lamb
         return replace(verdict, doubt=doubt)
     if constant := _never_differs(problems, settings=settings, rewards=rewards, tell=tell):
         return replace(verdict, doubt=constant, remedy=_REMEDY_OF_A_CONSTANT)
-    doubt = _never_judges(problems, settings=settings, rewards=rewards)
-    doubt = doubt or _empty_truths(settings, rewards=rewards, first_problems=first_problems)
+    if silent := _never_judges(problems, settings=settings, rewards=rewards):
+        return replace(verdict, doubt=silent, remedy="return a number; leave it if the function judges other rows")
+    doubt = _empty_truths(settings, rewards=rewards, first_problems=first_problems)
     return replace(verdict, doubt=doubt or _no_numbers(settings, first_problems=first_problems))
 
 

@@ -220,6 +220,16 @@ def test_equal_samples_at_the_best_of_an_own_reward_are_a_solved_task(best: floa
     assert made == []
 
 
+def test_a_warning_is_taken_back_only_when_its_condition_is_gone() -> None:
+    """A reward near its best counts as solved: the guard does not stop the run then, and does not call it clear."""
+    cut = {"unfinished_fraction": 1.0}
+    climb = [{"reward_mean": value, **cut} for value in (0.0, 0.0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.4, *[0.5] * 40)]
+    _, decisions = run([*climb, *[{"reward_mean": 0.5, "unfinished_fraction": 0.2}] * 10], policy=collapse(**OWN))
+    assert summary_of(decisions)[0] == (5, "runaway_length", "warn")
+    assert decisions[0].text.endswith("(5 steps in a row); raise task.max_response_tokens, or reward shorter answers")
+    assert [(decision.step > len(climb), decision.move) for decision in decisions[1:]] == [(True, Move.CLEAR)]
+
+
 @pytest.mark.parametrize("stuck", [0.0, 0.05, -3.0])
 def test_equal_samples_of_an_own_reward_that_never_rose_stop_the_run(stuck: float) -> None:
     state, made = run([{"reward_mean": stuck, "equal_group_fraction": 1.0}] * 40, policy=collapse(**OWN))

@@ -308,7 +308,9 @@ def test_a_function_that_never_judges_is_named_beside_a_reward_that_does(
     tmp_path: Path, body: str, is_doubted: bool
 ) -> None:
     program = f"def f(response, truth):\n    {body}\n"
-    doubt = judged(tmp_path, make_reward("number"), truths=["1", "2"], program=program).doubt
+    verdict = judged(tmp_path, make_reward("number"), truths=["1", "2"], program=program)
+    doubt = verdict.doubt
+    assert verdict.remedy.startswith("return a number") == is_doubted
     meaning = "None means that a reward does not judge a row, and a function without `return` gives it"
     assert doubt == (f"`f` returned None to each of the 2 sampled rows: {meaning}" if is_doubted else "")
 
