@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance import console
+from appliance.guard.policy import Collapse
 from appliance.guard.signals import MismatchHealth
 from appliance.record.checkpoints import in_order, step_of
 from appliance.record.events import RunTail
@@ -133,6 +134,12 @@ def try_next(plan: RunPlan, state: RunState, *, folder: str) -> tuple[str, ...]:
         of_them = f"{state.bad_steps} of {counted(state.judged_steps, 'step')}"
         lines.append(f"the mismatch was bad in {of_them}: {how}")
     rewards = result(state)
+    cut_fraction = state.last.unfinished_fraction if state.last else None
+    if cut_fraction is not None and cut_fraction > Collapse().unfinished_above:
+        limit = counted(plan.task.max_response_tokens, "token")
+        lines.append(
+            f"nearly all answers were cut at {limit}: --set task.max_response_tokens=..., or ask for shorter ones"
+        )
     if rewards.stayed_at_top(plan):
         lines.append("the reward was at its top from the start: harder problems leave something to learn")
     elif rewards.before is not None and not rewards.climbed(plan):

@@ -134,3 +134,17 @@ def test_summary_of_a_run_that_had_nothing_left_to_learn(
     assert summary.Result(0.99, 0.99, validated=True).stayed_at_top(plan)
     assert not summary.Result(0.99, 0.3, validated=True).stayed_at_top(plan)
     assert not summary.Result(None, None, validated=True).stayed_at_top(plan)
+
+
+@pytest.mark.parametrize(("fraction", "is_advised"), [(1.0, True), (0.95, False), (None, False)])
+def test_summary_of_a_run_whose_answers_were_cut(
+    tmp_path: Path, small_plan: Callable, step_line: Callable, fraction: float | None, is_advised: bool
+) -> None:
+    plan = small_plan(tmp_path, steps=2)
+    lines = (step_line(n, reward_mean=0.1 * n, unfinished_fraction=fraction) for n in (1, 2))
+    state = functools.reduce(fold, lines, RunState(2, MismatchBounds()))
+    limit = plan.task.max_response_tokens
+    advice = (
+        f"nearly all answers were cut at {limit} tokens: --set task.max_response_tokens=..., or ask for shorter ones"
+    )
+    assert (advice in summary.try_next(plan, state, folder="a")) == is_advised
