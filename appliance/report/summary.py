@@ -100,14 +100,14 @@ def summary_rows(plan: RunPlan, state: RunState, *, seconds: float, folder: str)
 
 def _serving(plan: RunPlan, *, folder: str) -> Iterator[tuple[str, str]]:
     """Say how to serve: with one precision flow the policy that was trained is the one that sampled: the folder names
-    it."""
-    run = shlex.quote(folder)
+    it. A base in FP16 would be served in FP16 by its config.json, whatever it was trained in."""
+    run, dtype = shlex.quote(folder), f"--dtype {plan.trainer.dtype.in_torch}"
     if plan.trainer.one_flow and not plan.model.lora:
         exact = f"{EXACT_VARIABLE}=1 " if plan.is_cpu else ""
-        command = f"{exact}FLASHRL_CONFIG={run}/model/profile/quantization.yaml vllm serve {run}/model"
+        command = f"{exact}FLASHRL_CONFIG={run}/model/profile/quantization.yaml vllm serve {run}/model {dtype}"
         yield "serve it", f"as it was trained: {command}"
     elif plan.trainer.dtype is not Dtype.BF16:
-        yield "serve it", f"as it was trained: vllm serve {run}/model --dtype {plan.trainer.dtype.in_torch}"
+        yield "serve it", f"as it was trained: vllm serve {run}/model {dtype}"
 
 
 def _mismatch(state: RunState) -> str:

@@ -35,7 +35,7 @@ _CARD = """# {model}, trained in {scheme}
 What was trained is this model as {scheme} computes it (one precision flow: trainer and rollouts computed in it). To
 serve that policy, install the appliance beside vLLM and run in this folder
 
-    FLASHRL_CONFIG={config} vllm serve .
+    FLASHRL_CONFIG={config} vllm serve . --dtype bfloat16
 
 On a CPU put APPLIANCE_EXACT_GEMMS=1 before it, so that log-probs are the trainer's to the last bit. The weights are in
 BF16 and load everywhere; served without FLASHRL_CONFIG they are another policy.

@@ -80,7 +80,7 @@ from flashrl_compat.loader import LOAD_FORMAT  # which folds a profile in
 
 model, profile, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 max_tokens, words = map(int, sys.argv[4:])
-settings = {"max_model_len": 64, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
+settings = {"dtype": "bfloat16", "max_model_len": 64, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
 settings |= {"load_format": LOAD_FORMAT, "block_size": CPU_KV_BLOCK, "logprobs_mode": "processed_logprobs"}
 quantisation = Quantisation(scheme=Scheme.INT8, lm_head_fp32=True, profile=profile)
 llm = LLM(model, **settings, **quantisation.engine_arguments())

@@ -68,6 +68,7 @@ def test_the_line_of_the_card_serves_it(tmp_path: Path) -> None:
     """A shell in the folder hands on the file, and the folder itself."""
     model = exported(tmp_path, AS_PLANNED)
     line = next(each.strip() for each in (model / "README.md").read_text().splitlines() if "vllm serve" in each)
+    assert line.endswith(" --dtype bfloat16")  # a base in FP16 says so in its config.json
     (tmp_path / "vllm").write_text('#!/bin/sh\nrealpath "$FLASHRL_CONFIG" "$2"\n')
     (tmp_path / "vllm").chmod(0o755)
     path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}

@@ -240,7 +240,7 @@ def test_summary_says_how_to_serve_what_was_trained_in_the_rollouts_scheme(
     plan = with_trainer(on(plan, "h100"), forward=Forward.ROLLOUT, backward=Backward.FP8_BLOCK)
     rows = dict(summary.summary_rows(plan, folded(step_line(1)), seconds=1, folder="runs/a b"))
     assert rows["gradients"] == "of quantised layers in fp8-block"  # on a GPU: these rollouts are not emulated
-    command = "FLASHRL_CONFIG='runs/a b'/model/profile/quantization.yaml vllm serve 'runs/a b'/model"
+    command = "FLASHRL_CONFIG='runs/a b'/model/profile/quantization.yaml vllm serve 'runs/a b'/model --dtype bfloat16"
     assert rows["serve it"] == f"as it was trained: {command}"
     rows = dict(summary.summary_rows(on(plan, "cpu"), folded(step_line(1)), seconds=1, folder="runs/a b"))
     assert rows["serve it"] == f"as it was trained: APPLIANCE_EXACT_GEMMS=1 {command}"
