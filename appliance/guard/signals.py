@@ -233,8 +233,9 @@ def watch_guards(
         if value is None:
             watches.append(last)
             continue
-        cause = condition(value, memory, limits) if math.isfinite(value) else Cause(signal, value, BoundSide.NOT_FINITE)
-        if cause is not None and guard in _ALSO_WHEN_SOLVED and _solved(memory, limits=limits):
+        is_finite = math.isfinite(value)
+        cause = condition(value, memory, limits) if is_finite else Cause(signal, value, BoundSide.NOT_FINITE)
+        if cause is not None and is_finite and guard in _ALSO_WHEN_SOLVED and _solved(memory, limits=limits):
             watches.append(Watch(alarmed=last.alarmed))  # it neither counts nor says that the condition is gone
             continue
         patience = getattr(limits, guard.value)

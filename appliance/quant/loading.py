@@ -98,14 +98,13 @@ def own_attention(model: PreTrainedModel) -> str:
     transformers; an empty text otherwise. Such a class raises KeyError for a name that it does not know, or takes no
     notice of it: then all sequences of a row would see each other. What counts is the code of the layers that are
     called attention, whatever else the class has of other models; all of its code where none is called so."""
-    kinds = {type(part) for part in model.modules()}
-    looks = {
-        kind.__name__: hasattr(sys.modules.get(base.__module__), "ALL_ATTENTION_FUNCTIONS")
-        for kind in kinds
+    looks_by_kind = {
+        kind: hasattr(sys.modules.get(base.__module__), "ALL_ATTENTION_FUNCTIONS")
+        for kind in {type(part) for part in model.modules()}
         for base in [next(base for base in kind.__mro__ if "forward" in vars(base))]
     }
-    of_attention = [looks_there for name, looks_there in looks.items() if "attention" in name.lower()]
-    return "" if (all(of_attention) if of_attention else any(looks.values())) else type(model).__name__
+    of_attention = [looks for kind, looks in looks_by_kind.items() if "attention" in kind.__name__.lower()]
+    return "" if (all(of_attention) if of_attention else any(looks_by_kind.values())) else type(model).__name__
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:

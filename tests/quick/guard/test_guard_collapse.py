@@ -140,6 +140,11 @@ def test_a_solved_task_may_be_certain(change: dict[str, float]) -> None:
     assert made == []
 
 
+def test_entropy_that_is_not_finite_counts_in_a_solved_task_too() -> None:
+    state, decisions = run([{}] * 10 + [{"reward_mean": 0.95}] * 10 + [{"reward_mean": 0.95, "entropy": math.nan}] * 60)
+    assert summary_of(decisions)[0] == (25, "entropy", "warn") and state.stopped
+
+
 def test_equal_samples_stop_a_run_that_is_not_solved() -> None:
     state, made = run([{}] * 10 + [{"equal_group_fraction": 0.96}] * 20)
     assert summary_of(made) == [(15, "equal_samples", "warn"), (30, "equal_samples", "stop")]
