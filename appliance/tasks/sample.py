@@ -137,22 +137,23 @@ def _never_differs(
     problems: Sequence[Problem], *, settings: sections.Task, rewards: Sequence[RewardFunction], tell: Tell
 ) -> str:
     """Say that functions of the user's, which read no truth, give the same reward above 0 to all responses of
-    `_UNLIKE`; empty where they do not, or other rewards count. A reward of 0 may be waiting for a form, and one that
-    looks at what tools said gets nothing of it here."""
+    `_UNLIKE` to the first problem; empty where they do not, or other rewards count. A reward of 0 may be waiting for a
+    form, and one that looks at what tools said gets nothing of it here."""
     weighty = [(reward, planned) for reward, planned in zip(rewards, settings.rewards, strict=True) if planned.weight]
     if settings.tools or not (problems and weighty):
         return ""
     if any(not planned.file or _reads_truth(planned) for _, planned in weighty):
         return ""
-    tell("the rewards on responses that differ in length, language and form")
     counting = [reward for reward, _ in weighty]
-    earned = {_earned(text, problem, rewards=counting) for problem in problems for text in _UNLIKE}
-    if len(earned) > 1 or not max(earned) > 0:
-        return ""
+    earned = math.nan
+    for number, text in enumerate(_UNLIKE, start=1):
+        tell(f"the rewards on the unlike response {number} of {len(_UNLIKE)} to row 1")  # each may take its time
+        value = _earned(text, problems[0], rewards=counting)
+        if value <= 0 or (number > 1 and value != earned):
+            return ""
+        earned = value
     names = " and ".join(f"`{reward.name}`" for reward in counting)
-    return (
-        f"each of {len(_UNLIKE)} very different responses, an empty one among them, earns {max(earned):g} from {names}"
-    )
+    return f"each of {len(_UNLIKE)} very different responses to row 1, an empty one too, earns {earned:g} from {names}"
 
 
 def _gives_none(reward: RewardFunction, text: str, problem: Problem) -> bool:

@@ -364,7 +364,7 @@ def test_a_task_of_ours_that_takes_a_wrong_answer_is_told(tmp_path: Path, monkey
 )
 def test_a_function_of_the_response_alone_that_never_differs_is_doubted(tmp_path: Path, body: str, earns: str) -> None:
     verdict = judged(tmp_path, truths=["1", "2"], program=f"def f(response):\n    {body}\n")
-    doubt = f"each of 8 very different responses, an empty one among them, earns {earns} from `f`"
+    doubt = f"each of 8 very different responses to row 1, an empty one too, earns {earns} from `f`"
     assert verdict.doubt == (doubt if earns else "")
     assert ("nothing is learned" in verdict.remedy) == bool(earns)
 
