@@ -194,7 +194,7 @@ def test_every_other_change_of_a_code_is_seen() -> None:
             codes = codes_NK.view(torch.uint8).view(-1)
             codes[place] ^= 1 << bit
             passes = int(codes[place]) in (either.get(place), either.get(place, 0) - 1) or int(codes[place]) == 0x80
-            found = layer_proof._first_code(holding(codes_NK, right.scale))
+            found = layer_proof._find_wrong_code(holding(codes_NK, right.scale))
             assert (found is None) == passes, (place, bit)
             unseen += passes
     assert 0 < unseen < 32
@@ -266,7 +266,7 @@ def test_a_block_of_rows_that_stayed_behind_is_seen_when_its_turn_comes() -> Non
         rows = slice(block * BLOCK, (block + 1) * BLOCK)
         codes_NK.view(torch.uint8)[rows] = stale.codes_NK.view(torch.uint8)[rows]
         layer = holding(codes_NK, right.scale)
-        found = [expecting(weight_NK, sync=sync, full=False)._first_code(layer) for sync in range(4, 8)]
+        found = [expecting(weight_NK, sync=sync, full=False)._find_wrong_code(layer) for sync in range(4, 8)]
         assert [each is not None for each in found] == [sync % 4 == block for sync in range(4, 8)]
 
 

@@ -79,7 +79,10 @@ def test_a_reward_that_collapses_is_seen_from_what_a_wrong_answer_gets(tmp_path:
     for step, reward in enumerate([-0.6] * 10 + [-1.0] * 10, 1):
         state, decisions = observe(state, Signals(step, reward_mean=reward, entropy=0.5), policy=policy)
         texts += [decision.text for decision in decisions]
-    assert texts == ["step 16: reward: warn: reward_mean of 10 steps -0.84 below -0.8 (1 step in a row)"]
+    assert texts == [
+        "step 16: reward: warn: reward_mean of 10 steps -0.84 below -0.8 (1 step in a row)"
+        "; resume from an earlier checkpoint with a lower optimizer.learning_rate"
+    ]
 
 
 def test_a_plan_keeps_its_guard_through_json(tmp_path: Path) -> None:
