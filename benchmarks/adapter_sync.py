@@ -94,13 +94,13 @@ def measure(folder: Path, *, scheme: Scheme, rank: int, pairs: int, prove_every:
     """Measure `pairs` updates of each kind in turns, after one that brings the model and one that warms up."""
     model = weights_of(folder)
     adapters = [random_adapter(model, rank=rank, seed=seed) for seed in (1, 2)]
-    merged, alone = (Side(folder, scheme=scheme, rank=each, prove_every=prove_every) for each in (0, rank))
+    merged, alone = (Side(folder, scheme=scheme, rank=side_rank, prove_every=prove_every) for side_rank in (0, rank))
     merged.take(model)
     alone.take(model | adapters[0])
     seconds = [(merged.take(model), alone.take(adapters[pair % 2])) for pair in range(-1, pairs)][1:]
     return Row(
         scheme,
-        bytes=(sum(each.nbytes for each in model.values()), sum(each.nbytes for each in adapters[0].values())),
+        bytes=tuple(sum(tensor.nbytes for tensor in update.values()) for update in (model, adapters[0])),
         seconds=(median(first for first, _ in seconds), median(second for _, second in seconds)),
         ratio=median(second / first for first, second in seconds),
     )

@@ -261,9 +261,9 @@ class NativeFp8Proof(Fp8Proof):
         roundings = 2 if layer.quant_method.multiplies_in_bf16 else 1
         bound_TN = 2 * roundings * BF16_U * wanted_TN.abs() + _FLUSHED
         for token, column in enumerate(self.columns_T.tolist()):
-            found = find_wrong_channel(out_TN[token], wanted_TN[token], bound_N=bound_TN[token])
-            if found is not None:
-                return replace(found, subject=f"{found.subject}, input channel {column}")
+            fault = find_wrong_channel(out_TN[token], wanted_TN[token], bound_N=bound_TN[token])
+            if fault is not None:
+                return replace(fault, subject=f"{fault.subject}, input channel {column}")
         return None
 
 

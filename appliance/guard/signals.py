@@ -159,7 +159,7 @@ class CollapseGuard(StrEnum):
 
     @property
     def remedy(self) -> str:
-        """What to do when it warns."""
+        """Remedy that a warning names."""
         return _REMEDIES[self]
 
 

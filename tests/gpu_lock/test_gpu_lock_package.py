@@ -62,7 +62,7 @@ def test_every_patch_record_of_this_flavour_fits(
     """Judged by the sources alone, as preflight does. others: records of the other flavour, for torch's build for
     CPUs."""
     monkeypatch.setattr(patch, "_PACKAGE", Path(package.__file__).parent)
-    unfit = {name: patch.why_unfit(each) for name, each in patch.recorded.__wrapped__().items()}
+    unfit = {name: patch.why_unfit(record) for name, record in patch.recorded.__wrapped__().items()}
     assert len(unfit) > 12
     assert {name for name, why in unfit.items() if why} == others, unfit
 

@@ -66,7 +66,10 @@ def test_the_page_has_every_patch_and_its_source_in_each_version(root: Path, rec
         [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in re.findall(r"^\| .*\|$", text, re.M)
     ]
     assert head[2:-1] == [version.removesuffix(".0") for version in VLLM_VERSIONS]
-    expected = [[each.name, each.target.partition(":")[2], *(h[:8] for h in each.sources.values())] for each in records]
+    expected = [
+        [record.name, record.target.partition(":")[2], *(digest[:8] for digest in record.sources.values())]
+        for record in records
+    ]
     assert [row[:-1] for row in rows if row[0] != "---"] == expected
     changes = {record.name: len(set(record.sources.values())) > 1 for record in records}
     assert {row[0]: bool(row[-1]) for row in rows if row[0] in changes} == changes
