@@ -410,11 +410,22 @@ app.add_typer(data, name="data", cls=_DataCommands)
 
 
 @data.command("preview")
-def data_preview(recipe: RecipeArgument, sets: SetOption = None, json_mode: JsonOption = False) -> None:
-    """Show two prompts as the model will really read them, and what was left out."""
+def data_preview(
+    recipe: RecipeArgument,
+    sets: SetOption = None,
+    answers: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Let the untrained model answer N problems, and reward them.")
+    ] = 0,
+    json_mode: JsonOption = False,
+) -> None:
+    """Show two prompts as the model will really read them, and what was left out.
+
+    With --answers N it shows N prompts, each with an answer of the model as it is before any training, and what your
+    rewards give for it. The model is fetched or made first, if it is not here, and kept for `train`.
+    """
     from appliance.launch.data import preview
 
-    preview(_load(recipe, sets), json_mode=json_mode)
+    preview(_load(recipe, sets), json_mode=json_mode, answers=answers)
 
 
 @data.command(_ANY_DATA)

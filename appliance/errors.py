@@ -5,7 +5,7 @@ An error becomes an event of the run with its class's name (record/events.py), a
 
 ApplianceError                 1          our own fault
 ├── RecipeError                2          the recipe, the command line or the data: findings, all at once
-├── PreflightError             3          this host cannot run the plan, or a folder of it cannot be written
+├── PreflightError             3          the plan cannot run here, or a folder of it cannot be written
 ├── EngineError                4  again   the rollout engine or one of our patches
 │   ├── EngineNotStarted       4  again   an engine that could not start, in vLLM's own words
 │   │   └── EngineRefused      4          the same, where it would refuse the model and its settings again
@@ -94,7 +94,8 @@ def refuse_faults(findings: Iterable[Finding]) -> None:
 
 
 class PreflightError(ApplianceError):
-    """This host cannot run the plan. The findings were printed before this is raised."""
+    """The plan cannot run here: this host, its model or its data stand against it. The findings were printed before
+    this is raised."""
 
     exit_code = 3
 

@@ -17,12 +17,14 @@ from appliance import console
 from appliance.errors import RecipeError
 from appliance.files import digest_of, whole_file, write_whole
 from appliance.finding import fault
-from appliance.launch.side_job import folder_elsewhere, new_folder, run_child
+from appliance.launch.side_job import folder_elsewhere, make_inputs, new_folder, run_child
 from appliance.plan.build import CACHE_NAME
 from appliance.preflight.report import plan_in
 from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
+from appliance.record.plan import RunPlan
 from appliance.record.session import cannot_write
+from appliance.tasks.first_answers import FirstAnswer, give_rewards, in_parts, sum_up
 from appliance.tasks.library import TASKS, task_of
 from appliance.tasks.preview import Preview
 from appliance.tasks.rows import read_file, without_faults, write_parquet
@@ -86,32 +88,59 @@ def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None
             console.out(str(path))
 
 
-def preview(recipe: Recipe, *, json_mode: bool) -> None:
-    """Print what the model will read, and what was left out. Raises RecipeError for bad rows, EngineError without the
-    model's tokenizer."""
+def preview(recipe: Recipe, *, json_mode: bool, answers: int = 0) -> None:
+    """Print what the model will read, and what was left out. answers: number of problems that the model answers, as it
+    is before any training; it is made or fetched first if it is not here. Raises RecipeError for bad rows, EngineError
+    without the model or its tokenizer."""
+    if answers and recipe.task.tools:
+        message = "a task with tools has several turns, and these answers have one"
+        raise RecipeError([fault(("--answers",), message, "leave it out, or train a few steps and read their samples")])
     with folder_elsewhere(command="data-preview") as folder:
         plan, _ = plan_in(folder, recipe, cache_dir=full_path(recipe.cluster.run_dir) / CACHE_NAME)
         plan_file, result = folder / "plan.json", folder / "preview.json"
+        if answers:
+            make_inputs(plan, command="data-preview")
         plan.write(plan_file)
-        module = ["appliance.tasks.preview", str(plan_file), str(result)]
+        module = ["appliance.tasks.preview", str(plan_file), str(result), str(answers)]
         run_child(module, command="data-preview", folder=folder, env=dict(plan.env))
         report = Preview.model_validate_json(result.read_bytes())
+    if answers:
+        for url in plan.task.judges:
+            console.say(f"note: `judge` sends what it judges to {url}: the problems shown, their truths and answers")
+        rewarded = give_rewards(plan, report.answers)
+        pairs = zip(report.problems, rewarded, strict=True)
+        report = report.replace(problems=tuple(problem.replace(answer=answer) for problem, answer in pairs))
     if json_mode:
         console.out(json.dumps({"schema_version": SCHEMA_VERSION, **report.model_dump()}, indent=2))
     else:
         task = task_of(plan.task, files=plan.task_files)
-        console.show(_preview_text(report, about=f"{plan.task.kind}: {task.describe}"))
+        console.show(_preview_text(report, plan=plan, about=f"{plan.task.kind}: {task.describe}"))
 
 
-def _preview_text(report: Preview, *, about: str) -> str:
+def _preview_text(report: Preview, *, plan: RunPlan, about: str) -> str:
     rows = [("task", about), ("problems", f"{report.train} to train on, {report.val} to validate")]
-    rows += [("note", note) for note in report.notes]
+    notes = list(report.notes)
+    if report.answers:
+        about_answers, more_notes = sum_up(report.answers, plan=plan)
+        rows.append(("answers", about_answers))
+        notes += more_notes
+    rows += [("note", note) for note in notes]
     for number, problem in enumerate(report.problems, start=1):
         rows += [("", ""), (f"problem {number}", f"{counted(problem.tokens, 'token')} of {report.max_prompt_tokens}")]
         row = json.dumps(json.loads(problem.row), ensure_ascii=False) if problem.row else ""
-        named = (("", problem.prompt), ("truth", problem.truth), ("row", row))
-        rows += [(name if not line else "", text) for name, value in named for line, text in enumerate(_lines(value))]
+        parts = [("", problem.prompt), ("truth", problem.truth), ("row", row)]
+        if problem.answer:
+            parts += [("answer", problem.answer.text), ("", _how_answered(problem.answer))]
+        rows += [(name if not line else "", text) for name, value in parts for line, text in enumerate(_lines(value))]
     return console.table(rows)
+
+
+def _how_answered(answer: FirstAnswer) -> str:
+    """Say what an answer earns, how long it is, and whether it was cut."""
+    length = f"{counted(len(answer.token_ids), 'token')}{', cut' if answer.is_cut else ''}"
+    if answer.reward is None:
+        return f"-> no reward: {answer.why}; {length}"
+    return f"-> reward {answer.reward:.3g}{in_parts(answer.rewards)}; {length}"
 
 
 def _lines(text: str) -> list[str]:

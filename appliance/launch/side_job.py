@@ -205,4 +205,4 @@ def raise_on_errors(findings: list[Finding]) -> None:
     """Raise PreflightError when one of the findings, which were shown, is an error."""
     errors = sum(finding.severity is Severity.ERROR for finding in findings)
     if errors:
-        raise PreflightError(f"this host cannot run the plan: {counted(errors, 'finding')} above")
+        raise PreflightError(f"this plan cannot run here: {counted(errors, 'finding')} above")

@@ -7,19 +7,25 @@ tokenizer, which takes seconds. Imports no torch.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import first_line
 from appliance.record.plan import RunPlan
+from appliance.settings import sections
+from appliance.tasks.answers import truth_alternatives
 from appliance.tasks.library import is_from_hub, task_of
+from appliance.tasks.rewards import BUILT_IN
 from appliance.tasks.rows import Message, Problem
 from appliance.tasks.tokenizer import load_tokenizer
+from appliance.tasks.trial_answers import is_bare
 from appliance.tasks.user_code import open_voice
 from appliance.terms.clock import clock_of
+from appliance.terms.counts import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,6 +63,8 @@ class TemplateFacts:
     """Size of the tokenizer's vocabulary; 0 where it could not be loaded."""
     unproven: str = ""
     """Reason why it is not known whether the template can be used, or empty."""
+    long_truths: str = ""
+    """Sentence about right answers that have more tokens than a response may have, or empty."""
 
     @property
     def no_generation_prompt(self) -> str:
@@ -195,15 +203,53 @@ def _begin_of_answer(messages: Sequence[Message], *, render: Callable[..., str])
 def conversations_of(plan: RunPlan) -> list[tuple[str, ...]]:
     """Return the roles of the messages of each kind of conversation in the first rows; for data that is not here the
     roles that a prompt has at least."""
+    usual = (SYSTEM, USER) if plan.task.system else (USER,)
+    kinds = (tuple(role for role, _ in problem.messages) for problem in _first_problems(plan))
+    return list(dict.fromkeys(kinds)) or [usual]
+
+
+def _first_problems(plan: RunPlan) -> list[Problem]:
+    """Read the first rows of each file, or the task's own first problems; none of data that is not here."""
     settings, task = plan.task, task_of(plan.task, files=plan.task_files)
-    problems: list[Problem] = []
-    if settings.data_files and task.source is not None:
-        for file in settings.data_files:
-            problems += task.first_problems(_ROWS, file=file, difficulty=settings.difficulty, seed=settings.seed)
-    elif not is_from_hub(settings):
-        problems = task.first_problems(_ROWS, file="", difficulty=settings.difficulty, seed=settings.seed)
-    usual = (SYSTEM, USER) if settings.system else (USER,)
-    return list(dict.fromkeys(tuple(role for role, _ in problem.messages) for problem in problems)) or [usual]
+    files = settings.data_files if task.source is not None else ()
+    if not files and not is_from_hub(settings):
+        files = ("",)
+    read = functools.partial(task.first_problems, _ROWS, difficulty=settings.difficulty, seed=settings.seed)
+    return [problem for file in files for problem in read(file=file)]
+
+
+def long_truths(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Say how many of the first rows have a right answer that is longer than a response may be; empty where none has.
+
+    It counts truths that are an answer and no solution, for rewards of ours that compare a response with them: what
+    else earns something, a function of the user's knows."""
+    if plan.task.is_own and not any(_wants_the_truth(reward) for reward in plan.task.rewards):
+        return ""
+    problems, most = _first_problems(plan), plan.task.max_response_tokens
+    lengths = [(_shortest_answer(problem.truth, tokenizer=tokenizer), problem.truth) for problem in problems]
+    too_long = [(length, truth) for length, truth in lengths if length > most]
+    if not too_long:
+        return ""
+    length, truth = too_long[0]
+    rows = f"in {len(too_long)} of the first {counted(len(problems), 'problem')}"
+    have = f"the right answer has more tokens than a response may have, {most}"
+    return f"{rows} {have}: `{truth[:_SHOWN]}` has {length}"
+
+
+def _wants_the_truth(reward: sections.Reward) -> bool:
+    """Tell whether a right response has the truth in it."""
+    if reward.file:
+        return False
+    built_in = BUILT_IN[reward.function]
+    return built_in.reads is not None and built_in.may_read_truth
+
+
+def _shortest_answer(truth: str, *, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Count the tokens of a right answer, the shortest where there are several; 0 where the truth is a solution."""
+    if not is_bare(truth):
+        return 0
+    answers = truth_alternatives(truth)
+    return min(len(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers)
 
 
 def main() -> int:
@@ -224,7 +270,8 @@ def _facts(plan: RunPlan) -> TemplateFacts:
         return TemplateFacts(f"{plan.model.given_name}: {reason}", "copy or download the tokenizer's files again")
     if missing := missing_template(tokenizer):
         return TemplateFacts(*missing, tokens=len(tokenizer))
-    return examine(tokenizer, conversations=conversations_of(plan), date=plan.task_files.date)
+    facts = examine(tokenizer, conversations=conversations_of(plan), date=plan.task_files.date)
+    return replace(facts, long_truths=long_truths(plan, tokenizer=tokenizer))
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def test_what_a_container_lacks_is_named_with_the_flag(
     code, log = ended(started("check", "arithmetic-tiny-int8", runs=runs, **options))
     assert code == 3
     errors = sum(line.startswith("error: ") for line in findings)
-    above = f"error: this host cannot run the plan: {errors} finding{'s' if errors > 1 else ''} above"
+    above = f"error: this plan cannot run here: {errors} finding{'s' if errors > 1 else ''} above"
     assert sorted(errors_with_hints(log)) == sorted([*findings, above])  # findings are on stdout, the last on stderr
 
 

@@ -266,7 +266,7 @@ def test_a_class_that_cannot_be_trained_is_refused_in_one_sentence(tmp_path: Pat
     make_unlisted(folder, model_type, seed=1, vocab_size=WORDS, **tokens)
     done = train(tmp_path, *SETS, f"model.path={folder}", name="refused", timeout_s=600)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    summary = ["error: this host cannot run the plan: 1 finding above"] if code == 3 else []
+    summary = ["error: this plan cannot run here: 1 finding above"] if code == 3 else []
     assert (done.code, errors[1:]) == (code, summary), done.stderr[-4000:]
     assert f"{folder}: {why}" in errors[0]
 

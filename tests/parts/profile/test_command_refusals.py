@@ -131,7 +131,7 @@ def test_preflight_stops_these_commands_too(
     run = {"profile": command.run_profile, "setup": command.run_setup}[name]
     with pytest.raises(PreflightError) as raised:
         run(loaded(file, "model.path=/nonexistent"), output=tmp_path / "new" / "out")
-    assert raised.value.message == "this host cannot run the plan: 1 finding above"
+    assert raised.value.message == "this plan cannot run here: 1 finding above"
     assert capsys.readouterr().err.splitlines() == [
         "error: --set model.path=/nonexistent: model.path: /nonexistent: no such folder",
         "hint: correct the path",

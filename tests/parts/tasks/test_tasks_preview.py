@@ -99,9 +99,10 @@ def test_two_rows_as_the_model_reads_them_and_what_was_left_out(tmp_path: Path) 
 
 
 def test_preview_as_json(run: Run, tmp_path: Path) -> None:
-    found = json.loads(preview(run, tmp_path, json_mode=True).stdout)
-    assert (found["train"], found["val"], found["max_prompt_tokens"]) == (3, 1, 8)
-    assert found["problems"][0] == {"prompt": "4+5=", "tokens": 4, "truth": "9", "row": '{"q": "4+5", "a": 9}'}
+    document = json.loads(preview(run, tmp_path, json_mode=True).stdout)
+    assert (document["train"], document["val"], document["max_prompt_tokens"]) == (3, 1, 8)
+    problem = {"prompt": "4+5=", "tokens": 4, "truth": "9", "row": '{"q": "4+5", "a": 9}', "answer": None}
+    assert document["problems"][0] == problem
 
 
 def test_a_row_is_shown_in_its_own_script(run: Run, tmp_path: Path) -> None:

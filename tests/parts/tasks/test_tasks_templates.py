@@ -198,6 +198,38 @@ def test_the_child_of_preflight_looks_at_the_rows_conversations(tmp_path: Path) 
     assert (facts.problem, facts.remedy, facts.tokens) == (why, SYSTEM_HINT, 259)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "most", "message"),
+    [
+        (
+            "[{name: number}]",
+            2,
+            "in 1 of the first 5 problems the right answer has more tokens than a response may have, 2",
+        ),
+        (
+            "[{name: exact}]",
+            1,
+            "in 2 of the first 5 problems the right answer has more tokens than a response may have, 1",
+        ),
+        ("[{name: number}]", 3, ""),
+        ("[{name: format}]", 1, ""),  # it reads no truth
+        ("[{name: code}]", 1, ""),
+    ],
+)
+def test_right_answers_that_no_response_can_hold_are_told(
+    tmp_path: Path, rewards: str, most: int, message: str
+) -> None:
+    """A byte is a token here. Of several right answers the shortest counts, and a solution is no answer."""
+    data = tmp_path / "rows.jsonl"
+    answers = ["3", "83", "100", ["4", "1000"], "So many words before it.\n#### 100"]
+    data.write_text("".join(f"{json.dumps({'q': f'{n}?', 'a': a})}\n" for n, a in enumerate(answers)))
+    sets = ("task.kind=own", f"task.train_file={data}", "task.prompt=q", "task.truth=a", f"task.rewards={rewards}")
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(*sets, f"task.max_response_tokens={most}"))
+    plan = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
+    longer = {1: "`83` has 2", 2: "`100` has 3"}
+    assert templates._facts(plan).long_truths == (f"{message}: {longer[most]}" if message else "")
+
+
 @pytest.mark.parametrize("content", ["{}", "<!doctype html>", '{"model": 3, "added_tokens": []}'])
 def test_a_tokenizer_that_cannot_be_loaded_is_told(content: str, tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model", GOOD["plain"])

@@ -140,7 +140,7 @@ def test_preflight_stops_it_before_an_engine_starts(
     monkeypatch.setattr(command, "read_host", lambda root: dataclasses.replace(read_host(root), gpus=()))
     with pytest.raises(PreflightError) as raised:
         run_verify(recipe, schemes=(Scheme.FP8,), emulate=False, json_mode=False)
-    assert raised.value.message == "this host cannot run the plan: 2 findings above"
+    assert raised.value.message == "this plan cannot run here: 2 findings above"
     assert capsys.readouterr().err.splitlines() == [
         "error: --set cluster.device=h200: cluster.device: `h200` is wanted, this host has no GPU",
         "hint: run it on a host with 1 x `h200`, or try `--set cluster.device=cpu`",

@@ -262,7 +262,7 @@ def test_bench_stops_at_preflight_before_an_engine_starts(tmp_path: Path) -> Non
     assert done.stderr.splitlines() == [
         "error: --set model.path=/nonexistent: model.path: /nonexistent: no such folder",
         "hint: correct the path",
-        "error: this host cannot run the plan: 1 finding above",
+        "error: this plan cannot run here: 1 finding above",
     ]
     assert list(tmp_path.iterdir()) == []
 

@@ -160,7 +160,7 @@ def test_fp8_is_refused_here_with_the_reason(appliance, arguments, tmp_path):
     done = appliance(*arguments, "arithmetic-tiny-int8", "--set", "rollout.scheme=fp8-channel")
     assert done.returncode == 3
     assert re.search(r"error: --set \S+: rollout\.scheme: .*`fp8-channel`", done.stdout + done.stderr)
-    assert done.stderr.endswith("error: this host cannot run the plan: 1 finding above\n")
+    assert done.stderr.endswith("error: this plan cannot run here: 1 finding above\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ WRITTEN_BY_HAND = ("*.py", "*.sh", "*.md", "*.yaml", "*.yml", "*.toml", "Makefil
 # `logging.backends`.
 BOUNDARIES = {
     *("cli", "quant.checkpoint", "quant.loading", "record.events", "report.page", "record.engine_start"),
-    *("tasks.code_child", "tasks.grading", "tasks.sample", "tasks.templates", "tasks.tools"),
+    *("tasks.code_child", "tasks.first_answers", "tasks.grading", "tasks.sample", "tasks.templates", "tasks.tools"),
     *("trainer.engines", "trainer.entry", "trainer.fit", "trainer.forks", "trainer.rewards"),
 }
 OF_A_TOPOLOGY = {

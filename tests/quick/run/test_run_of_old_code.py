@@ -53,7 +53,7 @@ def test_a_run_of_old_code_with_other_problems_is_refused_in_a_sentence(
     run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     console.err_console.cache_clear()
-    with pytest.raises(PreflightError, match="this host cannot run the plan: 1 finding above"):
+    with pytest.raises(PreflightError, match="this plan cannot run here: 1 finding above"):
         resume(run_dir)
     shown = capfd.readouterr().err
     assert "task: the training problems are not those that the run began with\n" in shown

@@ -511,7 +511,7 @@ def test_an_attempt_needs_room_for_the_rest_of_the_run_alone(tmp_path: Path, mon
     assert attempt() == 0
     assert command.Attempts(again).through_faults(5, run_dir) == 0
     free[0] = 330 * mib
-    with pytest.raises(PreflightError, match="this host cannot run the plan: 1 finding above"):
+    with pytest.raises(PreflightError, match="this plan cannot run here: 1 finding above"):
         attempt()
 
 
@@ -547,7 +547,7 @@ def test_a_restart_that_preflight_refuses_is_not_told_by_the_resume_after_it(
     with monkeypatch.context() as full:
         disk = Disk(str(tmp_path), free_bytes=0, number=1)
         full.setattr("appliance.preflight.inputs.read_disks", lambda _: Disks(disk, checkpoints=disk))
-        with pytest.raises(PreflightError, match="this host cannot run the plan"):
+        with pytest.raises(PreflightError, match="this plan cannot run here"):
             command.Attempts(recipe(*sets)).through_faults(5, run_dir)
     command.Attempts(recipe(*sets)).resume(target_of(run_dir), force=True)
     assert events(run_dir, "restart") == []

@@ -338,7 +338,7 @@ def test_a_run_of_a_comparison_refuses_a_hub_that_moved_on_as_well(
     resumed = resumed_run(now)
     assert resumed is not None and resumed.plan.weights.commit == OLD
     console.err_console.cache_clear()
-    with pytest.raises(PreflightError, match="this host cannot run the plan: 1 finding above"):
+    with pytest.raises(PreflightError, match="this plan cannot run here: 1 finding above"):
         resumed_run(replace(now, plan=planned(tmp_path, commit=NEW)))
     assert f"model.revision: a, seed 0: {NAME}: main is {NEW} on the hub now" in capfd.readouterr().err
 
