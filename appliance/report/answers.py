@@ -39,9 +39,12 @@ def answers_table(samples: Sequence[StepSamples], *, is_graded: bool) -> str:
 
 
 def _answer(sample: Sample, is_graded: bool) -> str:
-    """Return the response, whether the model ended it, and its grade where there is one."""
-    cut = "" if sample.finished else " …"
-    grade = {0.0: _WRONG, 1.0: _RIGHT}.get(sample.accuracy, "") if is_graded and sample.accuracy is not None else ""
+    """Return the response, whether the model ended it, and its grade or its reward where there is one."""
+    cut, grade = "" if sample.finished else " …", ""
+    if sample.accuracy is not None:
+        grade = (
+            {0.0: _WRONG, 1.0: _RIGHT}.get(sample.accuracy, "") if is_graded else f"  (reward {sample.accuracy:.3g})"
+        )
     return f"{_brief(sample.response, _MOST_OF_AN_ANSWER)}{cut}{grade}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,14 @@ def test_the_first_and_the_last_answers_side_by_side() -> None:
     ]
 
 
-def test_rewards_of_the_user_s_own_are_no_grades() -> None:
-    table = answers_table([BEFORE, AFTER], is_graded=False)
-    assert "12" in table and "(right)" not in table and "(wrong)" not in table
+def test_rewards_of_the_user_s_own_are_shown_as_numbers() -> None:
+    earned = replace(sample_of(PROBLEMS[0], "12"), accuracy=1.0475)
+    no_grade = replace(sample_of(PROBLEMS[1], "7"), accuracy=None)
+    (_, *rows) = answers_table([BEFORE, validated(20, earned, no_grade)], is_graded=False).splitlines()
+    assert rows == [
+        "Tom has 7 apples and gets 5 more.  Tom has 7 apples, so …  (reward 0)  12  (reward 1.05)",
+        "What is 3 eggs plus 4 eggs?        7  (reward 1)                       7",
+    ]
 
 
 def test_nothing_without_two_validations_of_the_same_problems() -> None:
