@@ -221,7 +221,7 @@ SYMPTOMS = (
     ),
     (r"Too many open files|Errno 24\b", "this user may not open more files", "raise the limit: ulimit -n 65535"),
     (
-        r"No module named '([\w.]+)'",
+        r"Error: No module named '[\w.]+'",  # an optional part that is not there is mentioned without `Error: `
         "a Python package is missing",
         "set up again: make demo installs the locked requirements",
     ),

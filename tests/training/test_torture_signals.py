@@ -54,8 +54,10 @@ def test_before_the_first_step_there_is_nothing_to_save(
 
 
 def test_in_a_step_the_last_finished_one_is_saved(new_run: Callable[..., Run]) -> None:
-    """One run, stopped in each phase of its steps and resumed after each stop."""
-    run = new_run("late", trainer__steps="60", checkpoint__every_steps="7", trainer__validate_every="1")
+    """One run, stopped in each phase of its steps and resumed after each stop. Without the setting it has no phase
+    `log-probs`."""
+    often = {"checkpoint__every_steps": "7", "trainer__validate_every": "1"}
+    run = new_run("late", trainer__steps="60", trainer__old_log_probs="recompute", **often)
     for phase, name in itertools.product(LATE, SIGNALS):
         run.start()
         done = len(run.steps)

@@ -13,9 +13,12 @@ from statistics import median
 import pytest
 from trainings import SECRETS, STEPS, VALIDATION_PROBLEMS, Finished, holding, ray_dir, train
 
+from appliance.guard.policy import MismatchBounds
+from appliance.launch.outcome import Child, failed_outcome
 from appliance.plan import build
 from appliance.quant.cpu_gemm import kernel_of
 from appliance.quant.files import tensor_names
+from appliance.record.state import RunState
 from appliance.terms.environment import IN_ONE_PROCESS
 
 pytestmark = pytest.mark.e2e(minutes=6)
@@ -73,6 +76,18 @@ def test_every_step_has_its_metrics(short: Finished) -> None:
     assert abs(lines[STEPS]["val_reward_bf16_mean"] - lines[STEPS]["val_reward_mean"]) < 0.05
     shares = [line["telemetry_s"] / line["step_s"] for line in lines[1:]]
     assert min(shares) > 0 and median(shares) < 0.01
+
+
+def test_what_the_libraries_print_of_a_run_that_ended_well_explains_no_failure(short: Finished) -> None:
+    """Their logs mention optional parts that are not there. Whoever is killed later has these lines, too."""
+    state, looked_at = RunState(STEPS, MismatchBounds()), 0
+    for log in short.run_dir.glob("logs/*/*.log"):
+        child = Child(log.stem, "training", (), default_code=5)
+        for code, reason in ((-9, "ended by signal 9 (SIGKILL)"), (1, "exit code 1, and no word in the log")):
+            ended = failed_outcome(child, returncode=code, state=state, log_tail=log.read_text(), log="", run="")
+            assert ended.reason.startswith(reason), log
+            looked_at += 1
+    assert looked_at >= 2
 
 
 def test_every_sync_is_proven_and_acknowledged(short: Finished) -> None:

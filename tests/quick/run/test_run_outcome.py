@@ -145,6 +145,7 @@ def test_last_error_ignores_lines_that_only_mention_one() -> None:
 
 
 NOISE = """\
+Failed to import the DeepSelect extension (vllm._deepselect_C): No module named 'vllm._deepselect_C'
 /site-packages/verl/workers/engine/__init__.py:32: UserWarning: torchtitan engine is not available: \
 ModuleNotFoundError("No module named 'torchtitan'")
   warnings.warn(f"torchtitan engine is not available: {e!r}", stacklevel=1)
@@ -158,6 +159,7 @@ def test_start_up_noise_explains_nothing() -> None:
         "error: training failed in phase load-model: ValueError: cap must be finite"
     )
     assert outcome(log_tail=NOISE).reason == "exit code 1, and no word in the log"
+    assert outcome(returncode=-9, log_tail=NOISE).reason.startswith("ended by signal 9 (SIGKILL)")
 
 
 def test_a_stop_by_the_guard_is_no_failure() -> None:
