@@ -24,7 +24,7 @@ from appliance.recipe.schema import Recipe
 from appliance.recipe.text import full_path
 from appliance.record.plan import RunPlan
 from appliance.record.session import cannot_write
-from appliance.tasks.first_answers import FirstAnswer, give_rewards, in_parts, sum_up
+from appliance.tasks.first_answers import FirstAnswer, give_rewards, in_parts, sum_up, why_not_imported
 from appliance.tasks.library import TASKS, task_of
 from appliance.tasks.preview import Preview
 from appliance.tasks.rows import read_file, without_faults, write_parquet
@@ -89,9 +89,12 @@ def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None
 
 
 def preview(recipe: Recipe, *, json_mode: bool, answers: int = 0) -> None:
-    """Print what the model will read, and what was left out. answers: number of problems that the model answers, as it
-    is before any training; it is made or fetched first if it is not here. Raises RecipeError for bad rows, EngineError
-    without the model or its tokenizer."""
+    """Print what the model will read, and what was left out.
+
+    answers: number of problems that the untrained model is to answer; if it is not here it is made or fetched first.
+    Raises RecipeError for bad rows and, before anything is answered, for rewards that cannot be imported; EngineError
+    without the model or its tokenizer, WeightsError for files of the model that are not whole.
+    """
     if answers and recipe.task.tools:
         message = "a task with tools has several turns, and these answers have one"
         raise RecipeError([fault(("--answers",), message, "leave it out, or train a few steps and read their samples")])
@@ -99,7 +102,11 @@ def preview(recipe: Recipe, *, json_mode: bool, answers: int = 0) -> None:
         plan, _ = plan_in(folder, recipe, cache_dir=full_path(recipe.cluster.run_dir) / CACHE_NAME)
         plan_file, result = folder / "plan.json", folder / "preview.json"
         if answers:
+            if why := why_not_imported(plan):
+                raise RecipeError([fault(("task.rewards",), why, "correct the file, or install what it imports")])
             make_inputs(plan, command="data-preview")
+            length = counted(plan.task.max_response_tokens, "token")
+            console.say(f"answering {counted(answers, 'problem')} on the CPU, in up to {length} each")
         plan.write(plan_file)
         module = ["appliance.tasks.preview", str(plan_file), str(result), str(answers)]
         run_child(module, command="data-preview", folder=folder, env=dict(plan.env))
@@ -107,7 +114,8 @@ def preview(recipe: Recipe, *, json_mode: bool, answers: int = 0) -> None:
     if answers:
         for url in plan.task.judges:
             console.say(f"note: `judge` sends what it judges to {url}: the problems shown, their truths and answers")
-        rewarded = give_rewards(plan, report.answers)
+        truths, rows = zip(*((problem.truth, problem.row) for problem in report.problems), strict=True)
+        rewarded = give_rewards(plan, report.answers, truths=truths, rows=rows)
         pairs = zip(report.problems, rewarded, strict=True)
         report = report.replace(problems=tuple(problem.replace(answer=answer) for problem, answer in pairs))
     if json_mode:

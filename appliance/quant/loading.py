@@ -103,8 +103,15 @@ def own_attention(model: PreTrainedModel) -> str:
         for kind in {type(part) for part in model.modules()}
         for base in [next(base for base in kind.__mro__ if "forward" in vars(base))]
     }
-    of_attention = [looks for kind, looks in looks_by_kind.items() if "attention" in kind.__name__.lower()]
+    of_attention = [looks for kind, looks in looks_by_kind.items() if _is_attention(kind)]
     return "" if (all(of_attention) if of_attention else any(looks_by_kind.values())) else type(model).__name__
+
+
+def _is_attention(kind: type[Module]) -> bool:
+    """Tell whether a class of layers is called attention and computes something itself: an `AttentionNorm` that has all
+    of torch's `RMSNorm` does not."""
+    base = next(base for base in kind.__mro__ if "forward" in vars(base))
+    return "attention" in kind.__name__.lower() and not base.__module__.startswith("torch.")
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,12 @@ from appliance.tasks.user_code import open_voice, run_child
 from appliance.terms.counts import counted
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_TOGETHER = 16  # prompts that are answered at a time: bounds what their keys and values take
-_FEWEST = 8  # answers, of which that all earn the same says something
-_MANY_CUT = 0.5  # share of the answers
-_STARTS_WITHIN_S = 60.0  # the child that gives the rewards, and what a grading may take longer than in a run
+_PROMPTS_AT_A_TIME = 16  # bounds the memory of their keys and values
+_ANSWERS_TO_JUDGE = 8  # with fewer it says little that a reward is the same for all
+_CUT_FRACTION_TO_NOTE = 0.5
+_IMPORT_WITHIN_S = 60.0  # what is added to task.reward_timeout_s for the import of the rewards, which may be slow
 
 
 class FirstAnswer(Frozen):
@@ -42,30 +43,32 @@ class FirstAnswer(Frozen):
     """Whether it was cut at `task.max_response_tokens`."""
     begun: str = ""
     """Part of `text` that the prompt ends with."""
-    truth: str = ""
-    """Truth of the problem that it answers."""
-    row: str = ""
-    """Row of that problem."""
     reward: float | None = None
-    """Weighted sum of the rewards; None where it has none."""
+    """Weighted sum of the rewards, before anything that `algorithm` adds; None where it has none."""
     rewards: dict[str, float] = Field(default_factory=dict)
     """Value of each reward that applies, without its weight."""
     why: str = ""
     """Reason why it has no reward, else empty."""
 
 
-class _Answers(Frozen):
-    """What the child that gives the rewards reads."""
+class _Question(Frozen):
+    """What the child that gives the rewards reads of one answer."""
 
+    answer: FirstAnswer
+    truth: str
+    row: str
+
+
+class _Questions(Frozen):
     plan: RunPlan
-    answers: tuple[FirstAnswer, ...]
+    questions: tuple[_Question, ...] = ()
 
 
 def draw_answers(
     plan: RunPlan, *, prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
 ) -> list[FirstAnswer]:
-    """Draw one answer to each prompt with the recipe's temperature, `top_p` and `top_k`, by the plan's model in BF16,
-    which must be here whole. The same seed gives the same answers.
+    """Draw one answer to each prompt with the recipe's temperature, `top_p` and `top_k`, by the plan's model in BF16 on
+    the CPU. The model must be here whole. The same seed gives the same answers.
 
     prompts: token ids, at least one of each. Raises WeightsError where the model's files are not whole, or not those of
     its class.
@@ -81,9 +84,10 @@ def draw_answers(
     ).eval()
     torch.manual_seed(plan.seed)
     reader, ends = ResponseReader(tokenizer), _ends(model, tokenizer=tokenizer)
+    model.generation_config = _generation(plan, ends=ends)  # in place of the model's own, which rollouts do not follow
     answers: list[FirstAnswer] = []
-    for begin in range(0, len(prompts), _TOGETHER):
-        for ids in _draw(model, prompts=prompts[begin : begin + _TOGETHER], ends=ends, plan=plan):
+    for begin in range(0, len(prompts), _PROMPTS_AT_A_TIME):
+        for ids in _draw(model, prompts=prompts[begin : begin + _PROMPTS_AT_A_TIME], ends=ends):
             is_cut = ids[-1] not in ends
             text = reader.text(ids, finished=not is_cut)
             answers.append(FirstAnswer(text=text, token_ids=tuple(ids), is_cut=is_cut, begun=reader.begun))
@@ -97,27 +101,28 @@ def _ends(model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase) -> set[
     return {token for token in tokens if isinstance(token, int)}
 
 
-def _draw(
-    model: PreTrainedModel, *, prompts: Sequence[Sequence[int]], ends: set[int], plan: RunPlan
-) -> list[list[int]]:
+def _generation(plan: RunPlan, *, ends: set[int]) -> GenerationConfig:
+    from transformers import GenerationConfig
+
+    return GenerationConfig(
+        do_sample=True,
+        temperature=plan.rollout.temperature,
+        top_p=plan.rollout.top_p,
+        top_k=plan.rollout.top_k,
+        max_new_tokens=plan.task.max_response_tokens,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=min(ends, default=0),
+    )
+
+
+def _draw(model: PreTrainedModel, *, prompts: Sequence[Sequence[int]], ends: set[int]) -> list[list[int]]:
     """Draw the tokens of an answer to each prompt, up to the first that ends it. Prompts are padded on the left."""
     import torch
 
-    rollout, longest = plan.rollout, max(map(len, prompts))
-    padding = min(ends, default=0)
+    longest, padding = max(map(len, prompts)), model.generation_config.pad_token_id
     ids_BT = torch.tensor([[padding] * (longest - len(ids)) + list(ids) for ids in prompts])
     mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
-    drawn_BT = model.generate(
-        ids_BT,
-        attention_mask=mask_BT,
-        do_sample=True,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_new_tokens=plan.task.max_response_tokens,
-        eos_token_id=sorted(ends) or None,
-        pad_token_id=padding,
-    )[:, longest:]
+    drawn_BT = model.generate(ids_BT, attention_mask=mask_BT)[:, longest:]
     return [_up_to_its_end(ids, ends=ends) for ids in drawn_BT.tolist()]
 
 
@@ -126,43 +131,62 @@ def _up_to_its_end(ids: list[int], *, ends: set[int]) -> list[int]:
     return ids[: last + 1]
 
 
-def give_rewards(plan: RunPlan, answers: Sequence[FirstAnswer]) -> list[FirstAnswer]:
-    """Give each answer its reward, in a child. Where that is late or ends, no answer has one, and each says why."""
-    request = _Answers(plan=plan, answers=tuple(answers))
-    within_s = _STARTS_WITHIN_S + plan.task.reward_timeout_s
-    output = run_child("appliance.tasks.first_answers", stdin=request.model_dump_json(), within_s=within_s)
-    doing = output.words.get("doing", "the rewards")
+def why_not_imported(plan: RunPlan) -> str:
+    """Import the rewards in a child and describe what fails; empty where nothing does."""
+    return _ask_child(_Questions(plan=plan))[1]
+
+
+def give_rewards(
+    plan: RunPlan, answers: Sequence[FirstAnswer], *, truths: Sequence[str], rows: Sequence[str]
+) -> list[FirstAnswer]:
+    """Give each answer its rewards, in a child. An answer that has none, because a reward failed, did not end or ended
+    the child, says why.
+
+    truths, rows: of the problem that each answers.
+    """
+    parts = zip(answers, truths, rows, strict=True)
+    questions = tuple(_Question(answer=answer, truth=truth, row=row) for answer, truth, row in parts)
+    outcomes, why = _ask_child(_Questions(plan=plan, questions=questions))
+    return [answer.replace(**outcomes.get(str(number), {"why": why})) for number, answer in enumerate(answers, start=1)]
+
+
+def _ask_child(questions: _Questions) -> tuple[dict[str, Any], str]:
+    """Return (the outcome of each answer by its number, as far as the child came; why it came no further)."""
+    within_s = _IMPORT_WITHIN_S + questions.plan.task.reward_timeout_s
+    output = run_child("appliance.tasks.first_answers", stdin=questions.model_dump_json(), within_s=within_s)
+    words, doing = dict(output.words), output.words.get("doing", "the rewards")
+    if "done" in words:
+        return words, ""
     if output.is_late:
-        why = f"{doing}: no end after {within_s:g} s"
-    elif "rewards" not in output.words:
-        why = f"{doing}: the process ended with {output.code}: {output.printed}"
-    else:
-        outcomes = zip(answers, output.words["rewards"], strict=True)
-        return [answer.replace(**outcome) for answer, outcome in outcomes]
-    return [answer.replace(why=why) for answer in answers]
+        return words, f"{doing}: no end after {within_s:g} s"
+    return words, f"{doing}: the process ended with {output.code}: {output.printed}"
 
 
-def _outcome(answer: FirstAnswer, *, rewards: Sequence[RewardFunction]) -> dict[str, Any]:
-    """Return the fields of the answer that the rewards decide."""
-    response = Response(answer.text, answer.truth, answer.row, token_ids=answer.token_ids, begun=answer.begun)
+def _outcome(question: _Question, *, rewards: Sequence[RewardFunction], limit_s: float) -> dict[str, Any]:
+    """Return the fields of the answer that the rewards decide. limit_s: for all of them together, as in a run."""
+    answer, begin_s = question.answer, time.monotonic()
+    response = Response(answer.text, question.truth, question.row, token_ids=answer.token_ids, begun=answer.begun)
     try:
         graded = weigh_rewards(grade(rewards, response))
     except (Exception, SystemExit) as error:  # the boundary of the user's code
         return {"why": in_words(error)}
     if graded.fault is not None:
         return {"why": graded.why}
+    if (took_s := time.monotonic() - begin_s) > limit_s:
+        return {"why": f"the rewards took {took_s:.0f} s, and task.reward_timeout_s is {limit_s:g}"}
     return {"reward": graded.accuracy, "rewards": dict(graded.parts)}
 
 
 def sum_up(answers: Sequence[FirstAnswer], *, plan: RunPlan) -> tuple[str, list[str]]:
-    """Return a sentence about all answers, and notes on what stands against learning from such answers."""
+    """Return a sentence about all answers, and notes on what stands against learning from such answers. Rewards of
+    weight 0 get no note: nothing is learned from them anyway."""
     earned = [answer.reward for answer in answers if answer.reward is not None]
     by_reward: dict[str, list[float]] = {}
     for answer in answers:
         for name, value in answer.rewards.items():
             by_reward.setdefault(name, []).append(value)
     cut, limit = sum(answer.is_cut for answer in answers), f"task.max_response_tokens, {plan.task.max_response_tokens}"
-    facts = [f"{counted(len(answers), 'answer')} before any training, drawn as rollouts are"]
+    facts = [f"{counted(len(answers), 'answer')} before any training, in BF16, otherwise drawn as rollouts are"]
     if earned:
         means = {name: _mean(values) for name, values in by_reward.items()}
         facts.append(f"reward {_mean(earned):.3g} on average{in_parts(means)}")
@@ -170,26 +194,19 @@ def sum_up(answers: Sequence[FirstAnswer], *, plan: RunPlan) -> tuple[str, list[
         facts.append(f"{failed} without a reward")
     facts.append(f"{cut} cut at {limit}" if cut else "none cut")
     notes = []
-    if cut > _MANY_CUT * len(answers):
+    if cut > _CUT_FRACTION_TO_NOTE * len(answers):
         notes.append(
             "most answers were cut, and rewards judge what there is of them: raise task.max_response_tokens, or ask "
             "for shorter answers in task.system"
         )
-    notes += [_never_differs(name, values) for name, values in by_reward.items() if _are_alike(values)]
+    unweighted = {name for name, reward in plan.task.named_rewards.items() if not reward.weight}
+    notes += [
+        f"`{name}` gives {values[0]:g} to all {len(values)} answers: where all samples of a prompt earn the same, "
+        "nothing is learned. Look at more answers, then take other problems, or a reward that tells such answers apart"
+        for name, values in by_reward.items()
+        if name not in unweighted and len(values) >= _ANSWERS_TO_JUDGE and len(set(values)) == 1
+    ]
     return "; ".join(facts), notes
-
-
-def _are_alike(values: Sequence[float]) -> bool:
-    return len(values) >= _FEWEST and len(set(values)) == 1
-
-
-def _never_differs(name: str, values: Sequence[float]) -> str:
-    """Say that a reward gives the same to all answers, which are enough to say something."""
-    more, other = f"--answers {4 * len(values)}", "easier" if values[0] <= 0 else "harder"
-    return (
-        f"`{name}` gives {values[0]:g} to all {len(values)} answers: if it does with more ({more}), nothing is learned "
-        f"from it; take {other} problems, or a reward that tells such answers apart"
-    )
 
 
 def in_parts(rewards: Mapping[str, float]) -> str:
@@ -203,16 +220,15 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def main() -> int:
-    request = _Answers.model_validate_json(sys.stdin.buffer.read())
+    request = _Questions.model_validate_json(sys.stdin.buffer.read())
     plan, say = request.plan, open_voice()
     sys.path.extend(plan.task_files.import_path)
     say("doing", "the import of the rewards")
     rewards = task_of(plan.task, files=plan.task_files).rewards()
-    outcomes = []
-    for number, answer in enumerate(request.answers, start=1):
+    for number, question in enumerate(request.questions, start=1):
         say("doing", f"the rewards of answer {number}")
-        outcomes.append(_outcome(answer, rewards=rewards))
-    say("rewards", outcomes)
+        say(str(number), _outcome(question, rewards=rewards, limit_s=plan.task.reward_timeout_s))
+    say("done", True)
     os._exit(0)  # threads and exit handlers of the user's are none of ours
 
 

@@ -81,7 +81,7 @@ def preview(plan: RunPlan, *, answers: int = 0) -> Preview:
             tokens=len(ids),
             truth=problem.truth,
             row=problem.row,
-            answer=answer and answer.replace(truth=problem.truth, row=problem.row),
+            answer=answer,
         )
         for problem, ids, answer in zip(problems, prompts, drawn, strict=True)
     ]

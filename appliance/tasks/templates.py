@@ -221,19 +221,25 @@ def _first_problems(plan: RunPlan) -> list[Problem]:
 def long_truths(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase) -> str:
     """Say how many of the first rows have a right answer that is longer than a response may be; empty where none has.
 
-    It counts truths that are an answer and no solution, for rewards of ours that compare a response with them: what
-    else earns something, a function of the user's knows."""
-    if plan.task.is_own and not any(_wants_the_truth(reward) for reward in plan.task.rewards):
+    It counts for rewards of ours that compare a response with the truth: what else earns something, a function of the
+    user's knows. Only `exact` asks for all of a truth that is a solution; of others nobody knows what their answer is.
+    """
+    weighty = [reward for reward in plan.task.rewards if reward.weight]
+    if plan.task.is_own and not any(_wants_the_truth(reward) for reward in weighty):
         return ""
+    is_exact = any(reward.name == "exact" for reward in weighty)
     problems, most = _first_problems(plan), plan.task.max_response_tokens
-    lengths = [(_shortest_answer(problem.truth, tokenizer=tokenizer), problem.truth) for problem in problems]
-    too_long = [(length, truth) for length, truth in lengths if length > most]
+    lengths = {
+        truth: min(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in truth_alternatives(truth))
+        for truth in {problem.truth for problem in problems}
+        if is_exact or is_bare(truth)
+    }
+    too_long = [problem.truth for problem in problems if lengths.get(problem.truth, 0) > most]
     if not too_long:
         return ""
-    length, truth = too_long[0]
     rows = f"in {len(too_long)} of the first {counted(len(problems), 'problem')}"
     have = f"the right answer has more tokens than a response may have, {most}"
-    return f"{rows} {have}: `{truth[:_SHOWN]}` has {length}"
+    return f"{rows} {have}: `{too_long[0][:_SHOWN]}` has {lengths[too_long[0]]}"
 
 
 def _wants_the_truth(reward: sections.Reward) -> bool:
@@ -242,14 +248,6 @@ def _wants_the_truth(reward: sections.Reward) -> bool:
         return False
     built_in = BUILT_IN[reward.function]
     return built_in.reads is not None and built_in.may_read_truth
-
-
-def _shortest_answer(truth: str, *, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Count the tokens of a right answer, the shortest where there are several; 0 where the truth is a solution."""
-    if not is_bare(truth):
-        return 0
-    answers = truth_alternatives(truth)
-    return min(len(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers)
 
 
 def main() -> int:
@@ -271,7 +269,10 @@ def _facts(plan: RunPlan) -> TemplateFacts:
     if missing := missing_template(tokenizer):
         return TemplateFacts(*missing, tokens=len(tokenizer))
     facts = examine(tokenizer, conversations=conversations_of(plan), date=plan.task_files.date)
-    return replace(facts, long_truths=long_truths(plan, tokenizer=tokenizer))
+    try:
+        return replace(facts, long_truths=long_truths(plan, tokenizer=tokenizer))
+    except Exception as error:  # the boundary of a tokenizer's own code
+        return replace(facts, unproven=f"the tokens of right answers were not counted: {first_line(error)}")
 
 
 if __name__ == "__main__":

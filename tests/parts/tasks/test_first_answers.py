@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from appliance.tasks import preview as preview_child
 from appliance.tasks.first_answers import FirstAnswer, draw_answers, give_rewards, sum_up
 from appliance.tasks.tiny_model import byte_tokenizer, save_tokenizer
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
 WORDS = 259  # of the byte tokenizer
 END = byte_tokenizer(max_positions=64).eos_token_id
 REWARDS = """
@@ -36,11 +38,12 @@ def odd(response, truth):
     return {"none": None, "nan": float("nan")}.get(response, 1)
 
 def ends(response, truth):
-    os._exit(7)
+    return 1.0 if response == "fine" else os._exit(7)
 
 def sleeps(response, truth):
     import time
-    time.sleep(60)
+    time.sleep(float(response))
+    return 1.0
 """
 
 
@@ -98,13 +101,19 @@ def test_another_seed_draws_other_answers_and_the_same_seed_the_same(model: Path
 def test_an_answer_ends_at_the_models_end_and_else_is_cut(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen2 import Qwen2ForCausalLM
 
-    def generate(self: object, ids_BT: torch.Tensor, **settings: object) -> torch.Tensor:
-        assert settings["eos_token_id"] == sorted({END, 1}) and settings["max_new_tokens"] == 3
+    def generate(self: Any, ids_BT: torch.Tensor, **_: object) -> torch.Tensor:
+        asked = self.generation_config.to_diff_dict()
+        assert (asked["eos_token_id"], asked["max_new_tokens"]) == (sorted({END, 1}), 3)
+        assert (asked["temperature"], asked["top_p"], asked["top_k"]) == (0.7, 0.9, 5)
+        assert "repetition_penalty" not in asked and "min_p" not in asked
         drawn_BT = torch.tensor([[65, END, 66], [65, 66, 67], [65, 66, 1]])
         return torch.cat([ids_BT, drawn_BT], dim=1)
 
     monkeypatch.setattr(Qwen2ForCausalLM, "generate", generate)
-    plan = plan_with(model, task={"max_response_tokens": 3})
+    given = {"repetition_penalty": 1.3, "min_p": 0.1, "temperature": 0.2, "do_sample": True, "eos_token_id": 1}
+    (model / "generation_config.json").write_text(json.dumps(given))
+    drawn_by = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    plan = plan_with(model, task={"max_response_tokens": 3}, rollout=drawn_by)
     tokenizer = byte_tokenizer(max_positions=64)
     answers = draw_answers(plan, prompts=[[5], [5, 6], [7]], tokenizer=tokenizer)
     assert [each.is_cut for each in answers] == [False, True, False]
@@ -116,7 +125,8 @@ def rewarded(rewards: Path, function: str, *texts: str) -> list[FirstAnswer]:
     of_task = (make_reward("length", target=4), make_reward(function, file=rewards))
     code = (CodeFile(path=str(rewards), copy_name=rewards.name, sha256=digest_of(rewards)),)
     plan = with_own_task(plan_with(), *of_task, code=code, reward_timeout_s=1.0)
-    return give_rewards(plan, [answer(text) for text in texts])
+    truths = ["7"] * len(texts)
+    return give_rewards(plan, [answer(text) for text in texts], truths=truths, rows=["{}"] * len(texts))
 
 
 def test_each_answer_gets_the_rewards_of_the_recipe(rewards: Path) -> None:
@@ -133,22 +143,24 @@ def test_an_answer_whose_reward_fails_says_why_and_the_others_have_theirs(reward
     assert (not_finite.reward, not_finite.why) == (None, "the reward `odd` returned nan, not a finite number")
 
 
-def test_a_file_of_rewards_that_cannot_be_imported_is_told(rewards: Path) -> None:
-    rewards.write_text("import nowhere_to_be_found\n")
-    (only,) = rewarded(rewards, "has_e", "text")
-    assert only.why.startswith("the import of the rewards: the process ended with 1: ")
-    assert "nowhere_to_be_found" in only.why
-
-
-def test_a_reward_that_ends_its_process_is_told(rewards: Path) -> None:
-    (only,) = rewarded(rewards, "ends", "text")
-    assert (only.reward, only.why) == (None, "the rewards of answer 1: the process ended with 7: no message")
+def test_a_reward_that_ends_its_process_is_told_where_it_did(rewards: Path) -> None:
+    """The answers before it have their rewards; from it on all have the reason."""
+    first, second, third = rewarded(rewards, "ends", "fine", "text", "fine")
+    assert first.rewards["ends"] == 1.0
+    assert {(each.reward, each.why) for each in (second, third)} == {
+        (None, "the rewards of answer 2: the process ended with 7: no message")
+    }
 
 
 def test_a_reward_that_does_not_end_is_told(rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("appliance.tasks.first_answers._STARTS_WITHIN_S", 8.0)
-    (only,) = rewarded(rewards, "sleeps", "text")
+    monkeypatch.setattr("appliance.tasks.first_answers._IMPORT_WITHIN_S", 8.0)
+    (only,) = rewarded(rewards, "sleeps", "60")
     assert (only.reward, only.why) == (None, "the rewards of answer 1: no end after 9 s")
+
+
+def test_a_reward_that_takes_longer_than_a_run_allows_is_told(rewards: Path) -> None:
+    (only,) = rewarded(rewards, "sleeps", "1.6")
+    assert (only.reward, only.why) == (None, "the rewards took 2 s, and task.reward_timeout_s is 1")
 
 
 CUT = (
@@ -163,28 +175,30 @@ def test_most_answers_that_were_cut_are_told(cut: int, notes: list[str]) -> None
     sentence, shown_notes = sum_up(answers, plan=plan_with(task={"max_response_tokens": 16}))
     assert shown_notes == notes
     assert sentence == (
-        f"8 answers before any training, drawn as rollouts are; reward 0.438 on average; {cut} cut at "
-        "task.max_response_tokens, 16"
+        "8 answers before any training, in BF16, otherwise drawn as rollouts are; reward 0.438 on average; "
+        f"{cut} cut at task.max_response_tokens, 16"
     )
 
 
-@pytest.mark.parametrize(("value", "other"), [(0.0, "easier"), (1.0, "harder")])
-def test_a_reward_that_is_the_same_everywhere_is_told(value: float, other: str) -> None:
-    answers = [answer(reward=n + value, rewards={"right": value, "short": float(n)}) for n in range(8)]
-    sentence, notes = sum_up([*answers, answer(why="it raised")], plan=plan_with())
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_reward_that_is_the_same_everywhere_is_told(value: float) -> None:
+    answers = [answer(reward=n + value, rewards={"exact": value, "length": float(n), "format": 0.0}) for n in range(8)]
+    of_task = (make_reward("exact"), make_reward("length", target=4), make_reward("format", weight=0.0))
+    plan = with_own_task(plan_with(), *of_task)
+    sentence, notes = sum_up([*answers, answer(why="it raised")], plan=plan)
     assert sentence == (
-        f"9 answers before any training, drawn as rollouts are; reward {3.5 + value:.3g} on average (right "
-        f"{value:.3g}, short 3.5); 1 without a reward; none cut"
+        "9 answers before any training, in BF16, otherwise drawn as rollouts are; "
+        f"reward {3.5 + value:.3g} on average (exact {value:.3g}, length 3.5, format 0); 1 without a reward; none cut"
     )
     assert notes == [
-        f"`right` gives {value:g} to all 8 answers: if it does with more (--answers 32), nothing is learned from it; "
-        f"take {other} problems, or a reward that tells such answers apart"
+        f"`exact` gives {value:g} to all 8 answers: where all samples of a prompt earn the same, nothing is learned. "
+        "Look at more answers, then take other problems, or a reward that tells such answers apart"
     ]
-    assert sum_up(answers[:7], plan=plan_with())[1] == []  # too few to say so
+    assert sum_up(answers[:7], plan=plan)[1] == []  # too few to say so
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """`appliance data preview`, and its children but the one that gives the rewards, in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
@@ -224,48 +238,52 @@ def recipe(tmp_path: Path, model: Path, rewards: Path) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-def test_problems_are_shown_with_their_answers(
-    run: Callable[..., subprocess.CompletedProcess[str]], recipe: Path
-) -> None:
+def test_problems_are_shown_with_their_answers(run: Run, recipe: Path) -> None:
     problems = json.loads(run("--answers", "9", "--json").stdout)["problems"]
     assert len(problems) == 9
     for problem in problems:
         answer_shown = problem["answer"]
-        assert (answer_shown["truth"], answer_shown["row"]) == (problem["truth"], problem["row"])
         assert 1 <= len(answer_shown["token_ids"]) <= 4
         assert answer_shown["rewards"] == {
-            "exact": float(answer_shown["text"].strip() == answer_shown["truth"]),
+            "exact": float(answer_shown["text"].strip() == problem["truth"]),
             "has_e": float("e" in answer_shown["text"]),
         }
         assert answer_shown["reward"] == answer_shown["rewards"]["exact"] + 0.5 * answer_shown["rewards"]["has_e"]
     done = run("--answers", "9")
     lines = done.stdout.splitlines()
     assert done.returncode == 0
-    assert lines[2].startswith("answers    9 answers before any training, drawn as rollouts are; reward ")
+    assert lines[2].startswith("answers    9 answers before any training, in BF16, otherwise drawn as rollouts are; ")
+    assert "answering 9 problems on the CPU, in up to 4 tokens each" in done.stderr
     assert sum(line.startswith("answer  ") for line in lines) == 9
     assert sum(line.startswith("           -> reward ") for line in lines) == 9
 
 
-def test_without_the_option_no_model_is_loaded(
-    run: Callable[..., subprocess.CompletedProcess[str]], recipe: Path, model: Path
-) -> None:
+def test_rewards_that_cannot_be_imported_are_named_before_anything_is_answered(run: Run, recipe: Path) -> None:
+    (recipe.parent / "rewards.py").write_text("import nowhere_to_be_found\n\ndef has_e(response):\n    return 1\n")
+    done = run("--answers", "1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "task.rewards: the import of the rewards: the process ended with 1: " in done.stderr
+    assert "nowhere_to_be_found" in done.stderr and "answering" not in done.stderr
+
+
+def test_more_answers_than_there_are_problems_are_as_many(run: Run, recipe: Path) -> None:
+    assert len(json.loads(run("--answers", "99", "--json").stdout)["problems"]) == 11
+
+
+def test_without_the_option_no_model_is_loaded(run: Run, recipe: Path, model: Path) -> None:
     (model / "model.safetensors").unlink()
     problems = json.loads(run("--json").stdout)["problems"]
     assert [problem["answer"] for problem in problems] == [None, None]
 
 
-def test_a_model_that_is_not_whole_is_named(
-    run: Callable[..., subprocess.CompletedProcess[str]], recipe: Path, model: Path
-) -> None:
+def test_a_model_that_is_not_whole_is_named(run: Run, recipe: Path, model: Path) -> None:
     (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-100])
     done = run("--answers", "1")
     assert done.returncode == 4 and done.stdout == ""
     assert "model.safetensors" in done.stderr
 
 
-def test_answers_to_problems_with_tools_are_refused(
-    run: Callable[..., subprocess.CompletedProcess[str]], recipe: Path
-) -> None:
+def test_answers_to_problems_with_tools_are_refused(run: Run, recipe: Path) -> None:
     (recipe.parent / "tools.py").write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
     done = run("--answers", "1", "--set", "task.tools=tools.py")
     assert done.returncode == 2

@@ -207,26 +207,32 @@ def test_the_child_of_preflight_looks_at_the_rows_conversations(tmp_path: Path) 
             "in 1 of the first 5 problems the right answer has more tokens than a response may have, 2",
         ),
         (
-            "[{name: exact}]",
+            "[{name: math}]",
             1,
             "in 2 of the first 5 problems the right answer has more tokens than a response may have, 1",
         ),
         ("[{name: number}]", 3, ""),
         ("[{name: format}]", 1, ""),  # it reads no truth
         ("[{name: code}]", 1, ""),
+        ("[{name: exact, weight: 0}, {name: format}]", 1, ""),
+        (
+            "[{name: exact}]",
+            20,
+            "in 1 of the first 5 problems the right answer has more tokens than a response may have, 20",
+        ),
     ],
 )
 def test_right_answers_that_no_response_can_hold_are_told(
     tmp_path: Path, rewards: str, most: int, message: str
 ) -> None:
-    """A byte is a token here. Of several right answers the shortest counts, and a solution is no answer."""
+    """A byte is a token here. Of several right answers the shortest counts. A solution is no answer but for `exact`."""
     data = tmp_path / "rows.jsonl"
     answers = ["3", "83", "100", ["4", "1000"], "So many words before it.\n#### 100"]
     data.write_text("".join(f"{json.dumps({'q': f'{n}?', 'a': a})}\n" for n, a in enumerate(answers)))
     sets = ("task.kind=own", f"task.train_file={data}", "task.prompt=q", "task.truth=a", f"task.rewards={rewards}")
     recipe = load_recipe("arithmetic-tiny-int8", sets=(*sets, f"task.max_response_tokens={most}"))
     plan = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
-    longer = {1: "`83` has 2", 2: "`100` has 3"}
+    longer = {1: "`83` has 2", 2: "`100` has 3", 20: "`So many words before it.\n#### 100` has 33"}
     assert templates._facts(plan).long_truths == (f"{message}: {longer[most]}" if message else "")
 
 
