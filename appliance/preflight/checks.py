@@ -199,6 +199,8 @@ def _model(plan: RunPlan, inputs: InputFacts) -> Iterator[Finding]:
     if inputs.template.begin_of_answer:
         remedy = "end the template with what begins an answer, under {% if add_generation_prompt %}"
         yield warning("generation-prompt", "model.path", inputs.template.no_generation_prompt, remedy)
+    if inputs.template.long_prompts:
+        yield warning("prompt-limit", "task.max_prompt_tokens", inputs.template.long_prompts, "raise it")
     if inputs.template.long_truths:
         remedy = "raise it: an answer that is cut before its end is wrong"
         yield warning("response-limit", "task.max_response_tokens", inputs.template.long_truths, remedy)

@@ -65,6 +65,8 @@ class TemplateFacts:
     """Reason why it is not known whether the template can be used, or empty."""
     long_truths: str = ""
     """Sentence about right answers that have more tokens than a response may have, or empty."""
+    long_prompts: str = ""
+    """Sentence about most prompts being longer than a prompt may be, or empty."""
 
     @property
     def no_generation_prompt(self) -> str:
@@ -242,6 +244,25 @@ def long_truths(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase) -> str:
     return f"{rows} {have}: `{too_long[0][:_SHOWN]}` has {lengths[too_long[0]]}"
 
 
+def long_prompts(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Say that more than half of the first rows have a prompt that is too long, so that they are left out; empty where
+    it is fewer, where long prompts are cut instead, and for a task with tools, whose schemas are a part of a prompt."""
+    task = plan.task
+    problems = [] if task.truncates_prompts or task.tools else _first_problems(plan)
+    clock = clock_of(tokenizer, date=plan.task_files.date)
+    lengths = []
+    for problem in problems:
+        messages = [{"role": role, "content": content} for role, content in problem.messages]
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **clock)
+        lengths.append(len(rendered["input_ids"]))
+    too_long = [length for length in lengths if length > task.max_prompt_tokens]
+    if 2 * len(too_long) <= len(lengths):
+        return ""
+    rows = f"{len(too_long)} of the first {counted(len(lengths), 'problem')}"
+    most = f"more than {task.max_prompt_tokens} tokens, the chat template's included, and are left out"
+    return f"{rows} have prompts of {most}; the longest has {max(lengths)}"
+
+
 def _wants_the_truth(reward: sections.Reward) -> bool:
     """Tell whether a right response has the truth in it."""
     if reward.file:
@@ -269,10 +290,13 @@ def _facts(plan: RunPlan) -> TemplateFacts:
     if missing := missing_template(tokenizer):
         return TemplateFacts(*missing, tokens=len(tokenizer))
     facts = examine(tokenizer, conversations=conversations_of(plan), date=plan.task_files.date)
+    if facts.problem:
+        return facts
     try:
-        return replace(facts, long_truths=long_truths(plan, tokenizer=tokenizer))
+        answers, prompts = (sentence(plan, tokenizer=tokenizer) for sentence in (long_truths, long_prompts))
     except Exception as error:  # the boundary of a tokenizer's own code
-        return replace(facts, unproven=f"the tokens of right answers were not counted: {first_line(error)}")
+        return replace(facts, unproven=f"the tokens of the first rows were not counted: {first_line(error)}")
+    return replace(facts, long_truths=answers, long_prompts=prompts)
 
 
 if __name__ == "__main__":

@@ -236,6 +236,37 @@ def test_right_answers_that_no_response_can_hold_are_told(
     assert templates._facts(plan).long_truths == (f"{message}: {longer[most]}" if message else "")
 
 
+@pytest.mark.parametrize(
+    ("most", "more", "message"),
+    [
+        (
+            4,
+            (),
+            "3 of the first 4 problems have prompts of more than 4 tokens, the chat template's included, and are left "
+            "out",
+        ),
+        (5, (), ""),  # two of four are too long
+        (4, ("task.long_prompts=truncate",), ""),
+    ],
+)
+def test_prompts_most_of_which_are_too_long_are_told(
+    tmp_path: Path, most: int, more: tuple[str, ...], message: str
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f"{json.dumps({'q': 'x' * (3 + n), 'a': '1'})}\n" for n in range(4)))  # 4 to 7 tokens
+    sets = (
+        "task.kind=own",
+        f"task.train_file={data}",
+        "task.prompt=q",
+        "task.truth=a",
+        "task.rewards=[{name: number}]",
+    )
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(*sets, f"task.max_prompt_tokens={most}", *more))
+    plan = build_plan(recipe, run_dir=tmp_path / "run", host=HOST)
+    found = templates._facts(plan).long_prompts
+    assert found == (f"{message}; the longest has 7" if message else "")
+
+
 @pytest.mark.parametrize("content", ["{}", "<!doctype html>", '{"model": 3, "added_tokens": []}'])
 def test_a_tokenizer_that_cannot_be_loaded_is_told(content: str, tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model", GOOD["plain"])

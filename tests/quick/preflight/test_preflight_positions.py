@@ -144,6 +144,8 @@ def test_a_tokenizer_that_is_not_the_models(words: int, message: str) -> None:
 def test_what_a_template_does_to_messages_is_found() -> None:
     lost = TemplateFacts("the model's chat template does not take messages of user: it leaves out x", "mend it")
     assert findings(template=lost) == [(f"error: model.path: {lost.problem}", "mend it")]
+    long_prompts = TemplateFacts(long_prompts="most are too long")
+    assert findings(template=long_prompts) == [("warning: task.max_prompt_tokens: most are too long", "raise it")]
     long_truths = TemplateFacts(long_truths="`83` has 2")
     remedy = "raise it: an answer that is cut before its end is wrong"
     assert findings(template=long_truths) == [("warning: task.max_response_tokens: `83` has 2", remedy)]
