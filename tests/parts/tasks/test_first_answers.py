@@ -102,10 +102,10 @@ def test_an_answer_ends_at_the_models_end_and_else_is_cut(model: Path, monkeypat
     from transformers.models.qwen2 import Qwen2ForCausalLM
 
     def generate(self: Any, ids_BT: torch.Tensor, **_: object) -> torch.Tensor:
-        asked = self.generation_config.to_diff_dict()
-        assert (asked["eos_token_id"], asked["max_new_tokens"]) == (sorted({END, 1}), 3)
-        assert (asked["temperature"], asked["top_p"], asked["top_k"]) == (0.7, 0.9, 5)
-        assert "repetition_penalty" not in asked and "min_p" not in asked
+        config = self.generation_config.to_diff_dict()
+        assert (config["eos_token_id"], config["max_new_tokens"]) == (sorted({END, 1}), 3)
+        assert (config["temperature"], config["top_p"], config["top_k"]) == (0.7, 0.9, 5)
+        assert "repetition_penalty" not in config and "min_p" not in config
         drawn_BT = torch.tensor([[65, END, 66], [65, 66, 67], [65, 66, 1]])
         return torch.cat([ids_BT, drawn_BT], dim=1)
 

@@ -7,7 +7,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-MOST_FILES = 246  # a function with one caller in the same folder needs no file of its own
+MOST_FILES = 247  # a function with one caller in the same folder needs no file of its own
 GROWING = ("appliance/corrections/", "appliance/tasks/built_in/", "appliance/quant/codec_", "appliance/engine/")
 
 
