@@ -41,8 +41,9 @@ class Expected:
 
     @property
     def basis(self) -> str:
-        """Phrase about the tokens that the prediction rests on: `by 900 tokens`."""
-        return f"by {self.tokens} tokens" if self.tokens >= FEW_TOKENS else f"by few tokens ({self.tokens})"
+        """Phrase about the tokens that the prediction rests on: `measured on 900 tokens`."""
+        on = f"{self.tokens} tokens" if self.tokens >= FEW_TOKENS else f"few tokens ({self.tokens})"
+        return f"measured on {on}"
 
     @property
     def multiplications(self) -> int:

@@ -105,7 +105,7 @@ def test_a_run_says_before_its_first_step_what_its_profile_predicts_and_check_kn
     tokens = read_file_header(Path(plan.profile.folder))["predicted"]["tokens"]
     assert why == "mismatch"
     assert warning.startswith(
-        f"the profile predicts a mismatch of {kl:.2g} nats per token, by {tokens} tokens; above 1e-07 a step "
+        f"the profile predicts a mismatch of {kl:.2g} nats per token, measured on {tokens} tokens; above 1e-07 a step "
         "is bad (guard.k3_kl): `quantization.mismatch_budget: 5e-08` would keep "
     )
     assert "% of the multiplications in BF16; `trainer.forward: rollout`" in warning

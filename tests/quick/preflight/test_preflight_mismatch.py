@@ -24,9 +24,7 @@ from appliance.terms.shapes import KNOWN
 # Of 400 multiplications 100 are in BF16 already; the first of these layers has most of the mismatch.
 LAYERS = (Candidate(("a",), 0.015, 60), Candidate(("b",), 0.004, 100), Candidate(("c",), 0.001, 140))
 FAR = Expected(0.02, tokens=900, candidates=LAYERS, kept_multiplications=100)
-MESSAGE = (
-    "the profile predicts a mismatch of 0.02 nats per token, by 900 tokens; above 0.015 a step is bad (guard.k3_kl)"
-)
+MESSAGE = "the profile predicts a mismatch of 0.02 nats per token, measured on 900 tokens; above 0.015 a step is bad (guard.k3_kl)"
 ONE_FLOW = "`trainer.forward: rollout`, with `trainer.attention: auto`, has exactly none (docs/one-flow.md)"
 BF16 = "`rollout.scheme: bf16` leaves only the mismatch that BF16's own rounding makes"
 
@@ -78,7 +76,7 @@ def test_a_mismatch_outside_the_guards_bound_names_three_ways_with_their_numbers
 
 def test_a_prediction_by_few_tokens_is_called_so() -> None:
     ((message, _),) = warned(expected=dataclasses.replace(FAR, tokens=255))
-    assert message == MESSAGE.replace("by 900 tokens", "by few tokens (255)")
+    assert message == MESSAGE.replace("measured on 900 tokens", "measured on few tokens (255)")
     ((message, _),) = warned(expected=dataclasses.replace(FAR, tokens=256))
     assert message == MESSAGE.replace("900", "256")
 
