@@ -134,7 +134,7 @@ def test_a_run_and_a_plan_of_the_next_say_which_layers_the_budget_keeps_and_why(
     assert why == "quantization.mismatch_budget"
     assert choice.startswith(
         f"{len(bf16_layers)} layers stay in BF16, {part:.1%} of the multiplications (`appliance bench` measures what "
-        f"they cost in time): predicted mismatch {header['predicted']['kl']:.2g} nats per token, by "
+        f"they cost in time): predicted mismatch {header['predicted']['kl']:.2g} nats per token, measured on "
         f"{header['predicted']['tokens']} tokens, instead of {kl:.2g}, for "
         f"a budget of {kl / 2:g}: "
     )

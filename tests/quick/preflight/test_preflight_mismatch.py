@@ -24,7 +24,10 @@ from appliance.terms.shapes import KNOWN
 # Of 400 multiplications 100 are in BF16 already; the first of these layers has most of the mismatch.
 LAYERS = (Candidate(("a",), 0.015, 60), Candidate(("b",), 0.004, 100), Candidate(("c",), 0.001, 140))
 FAR = Expected(0.02, tokens=900, candidates=LAYERS, kept_multiplications=100)
-MESSAGE = "the profile predicts a mismatch of 0.02 nats per token, measured on 900 tokens; above 0.015 a step is bad (guard.k3_kl)"
+MESSAGE = (
+    "the profile predicts a mismatch of 0.02 nats per token, measured on 900 tokens; above 0.015 a step is bad "
+    "(guard.k3_kl)"
+)
 ONE_FLOW = "`trainer.forward: rollout`, with `trainer.attention: auto`, has exactly none (docs/one-flow.md)"
 BF16 = "`rollout.scheme: bf16` leaves only the mismatch that BF16's own rounding makes"
 
@@ -47,7 +50,7 @@ def test_what_a_budget_keeps_is_said_with_its_reason_and_its_cost() -> None:
     kept_layers = ("a.0.o_proj", "a.0.{q,k,v}_proj", "a.1.{q,k,v}_proj")
     chosen = dataclasses.replace(FAR, kl=0.009, kept_layers=kept_layers, without_budget=0.02, budget=0.01)
     choice = (
-        "3 layers stay in BF16, 25.0% of the multiplications ({}): predicted mismatch 0.009 nats per token, by "
+        "3 layers stay in BF16, 25.0% of the multiplications ({}): predicted mismatch 0.009 nats per token, measured on "
         "900 tokens, instead of 0.02, for a budget of 0.01: 2 {{q,k,v}}_proj, 1 o_proj; `appliance profile` and "
         "the run's profile/quantization.yaml name them"
     )
