@@ -50,8 +50,8 @@ def test_what_a_budget_keeps_is_said_with_its_reason_and_its_cost() -> None:
     kept_layers = ("a.0.o_proj", "a.0.{q,k,v}_proj", "a.1.{q,k,v}_proj")
     chosen = dataclasses.replace(FAR, kl=0.009, kept_layers=kept_layers, without_budget=0.02, budget=0.01)
     choice = (
-        "3 layers stay in BF16, 25.0% of the multiplications ({}): predicted mismatch 0.009 nats per token, measured on "
-        "900 tokens, instead of 0.02, for a budget of 0.01: 2 {{q,k,v}}_proj, 1 o_proj; `appliance profile` and "
+        "3 layers stay in BF16, 25.0% of the multiplications ({}): predicted mismatch 0.009 nats per token, measured "
+        "on 900 tokens, instead of 0.02, for a budget of 0.01: 2 {{q,k,v}}_proj, 1 o_proj; `appliance profile` and "
         "the run's profile/quantization.yaml name them"
     )
     assert warned(expected=chosen) == [(choice.format("`appliance bench` measures what they cost in time"), "")]
