@@ -7,6 +7,7 @@ back: it is deaf while no case runs.
 
 from __future__ import annotations
 
+import codecs
 import os
 import signal
 import sys
@@ -48,6 +49,10 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 def _is_name(source: object) -> bool:
     text = source.decode(errors="replace") if isinstance(source, bytes) else source
     return isinstance(text, str) and text.isidentifier()
+
+
+for _codec in ("utf-8-sig", *(f"utf-{bits}{order}" for bits in (16, 32) for order in ("", "-le", "-be"))):
+    codecs.lookup(_codec)  # json decodes bytes by these, and the first to do so imports the codec
 
 
 class Forbidden(BaseException):
