@@ -414,7 +414,10 @@ def data_preview(
     recipe: RecipeArgument,
     sets: SetOption = None,
     answers: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Let the untrained model answer N problems, and reward them.")
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Number of problems that the untrained model answers, each shown with its rewards."
+        ),
     ] = 0,
     json_mode: JsonOption = False,
 ) -> None:

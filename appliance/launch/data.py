@@ -91,7 +91,7 @@ def make_data(name: str, *, folder: Path, sources: tuple[str, ...] = ()) -> None
 def preview(recipe: Recipe, *, json_mode: bool, answers: int = 0) -> None:
     """Print what the model will read, and what was left out.
 
-    answers: number of problems that the untrained model is to answer; if it is not here it is made or fetched first.
+    answers: number of problems that the untrained model is to answer; it is made or fetched first if it is not here.
     Raises RecipeError for bad rows and, before anything is answered, for rewards that cannot be imported; EngineError
     without the model or its tokenizer, WeightsError for files of the model that are not whole.
     """

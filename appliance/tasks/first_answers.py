@@ -39,6 +39,7 @@ class FirstAnswer(Frozen):
     text: str
     """Text as a reward reads it."""
     token_ids: tuple[int, ...]
+    """Tokens that the model generated, the one that ends the answer included."""
     is_cut: bool
     """Whether it was cut at `task.max_response_tokens`."""
     begun: str = ""
@@ -51,17 +52,19 @@ class FirstAnswer(Frozen):
     """Reason why it has no reward, else empty."""
 
 
-class _Question(Frozen):
-    """What the child that gives the rewards reads of one answer."""
+class _AnsweredProblem(Frozen):
+    """Answer with the parts of its problem that rewards read."""
 
     answer: FirstAnswer
     truth: str
     row: str
 
 
-class _Questions(Frozen):
+class _Request(Frozen):
+    """Request to the child that gives the rewards; without problems it imports them only."""
+
     plan: RunPlan
-    questions: tuple[_Question, ...] = ()
+    problems: tuple[_AnsweredProblem, ...] = ()
 
 
 def draw_answers(
@@ -133,7 +136,7 @@ def _up_to_its_end(ids: list[int], *, ends: set[int]) -> list[int]:
 
 def why_not_imported(plan: RunPlan) -> str:
     """Import the rewards in a child and describe what fails; empty where nothing does."""
-    return _ask_child(_Questions(plan=plan))[1]
+    return _ask_child(_Request(plan=plan))[1]
 
 
 def give_rewards(
@@ -145,15 +148,15 @@ def give_rewards(
     truths, rows: of the problem that each answers.
     """
     parts = zip(answers, truths, rows, strict=True)
-    questions = tuple(_Question(answer=answer, truth=truth, row=row) for answer, truth, row in parts)
-    outcomes, why = _ask_child(_Questions(plan=plan, questions=questions))
+    problems = tuple(_AnsweredProblem(answer=answer, truth=truth, row=row) for answer, truth, row in parts)
+    outcomes, why = _ask_child(_Request(plan=plan, problems=problems))
     return [answer.replace(**outcomes.get(str(number), {"why": why})) for number, answer in enumerate(answers, start=1)]
 
 
-def _ask_child(questions: _Questions) -> tuple[dict[str, Any], str]:
+def _ask_child(request: _Request) -> tuple[dict[str, Any], str]:
     """Return (the outcome of each answer by its number, as far as the child came; why it came no further)."""
-    within_s = _IMPORT_WITHIN_S + questions.plan.task.reward_timeout_s
-    output = run_child("appliance.tasks.first_answers", stdin=questions.model_dump_json(), within_s=within_s)
+    within_s = _IMPORT_WITHIN_S + request.plan.task.reward_timeout_s
+    output = run_child("appliance.tasks.first_answers", stdin=request.model_dump_json(), within_s=within_s)
     words, doing = dict(output.words), output.words.get("doing", "the rewards")
     if "done" in words:
         return words, ""
@@ -162,10 +165,10 @@ def _ask_child(questions: _Questions) -> tuple[dict[str, Any], str]:
     return words, f"{doing}: the process ended with {output.code}: {output.printed}"
 
 
-def _outcome(question: _Question, *, rewards: Sequence[RewardFunction], limit_s: float) -> dict[str, Any]:
+def _outcome(problem: _AnsweredProblem, *, rewards: Sequence[RewardFunction], limit_s: float) -> dict[str, Any]:
     """Return the fields of the answer that the rewards decide. limit_s: for all of them together, as in a run."""
-    answer, begin_s = question.answer, time.monotonic()
-    response = Response(answer.text, question.truth, question.row, token_ids=answer.token_ids, begun=answer.begun)
+    answer, begin_s = problem.answer, time.monotonic()
+    response = Response(answer.text, problem.truth, problem.row, token_ids=answer.token_ids, begun=answer.begun)
     try:
         graded = weigh_rewards(grade(rewards, response))
     except (Exception, SystemExit) as error:  # the boundary of the user's code
@@ -220,14 +223,14 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def main() -> int:
-    request = _Questions.model_validate_json(sys.stdin.buffer.read())
+    request = _Request.model_validate_json(sys.stdin.buffer.read())
     plan, say = request.plan, open_voice()
     sys.path.extend(plan.task_files.import_path)
     say("doing", "the import of the rewards")
     rewards = task_of(plan.task, files=plan.task_files).rewards()
-    for number, question in enumerate(request.questions, start=1):
+    for number, problem in enumerate(request.problems, start=1):
         say("doing", f"the rewards of answer {number}")
-        say(str(number), _outcome(question, rewards=rewards, limit_s=plan.task.reward_timeout_s))
+        say(str(number), _outcome(problem, rewards=rewards, limit_s=plan.task.reward_timeout_s))
     say("done", True)
     os._exit(0)  # threads and exit handlers of the user's are none of ours
 

@@ -57,6 +57,7 @@ class Preview(Frozen):
 
     @property
     def answers(self) -> list[FirstAnswer]:
+        """Answers to these problems, in their order; none where none was asked for."""
         return [problem.answer for problem in self.problems if problem.answer is not None]
 
 
@@ -124,8 +125,7 @@ def main(arguments: list[str]) -> int:
     plan = read_plan(Path(arguments[0]))
 
     def work() -> None:
-        made = preview(plan, answers=int(arguments[2]))
-        write_whole(Path(arguments[1]), made.model_dump_json())
+        write_whole(Path(arguments[1]), preview(plan, answers=int(arguments[2])).model_dump_json())
 
     return exit_code_of(work, run_dir=Path(plan.run_dir))
 

@@ -247,14 +247,23 @@ def long_truths(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase) -> str:
 def long_prompts(plan: RunPlan, *, tokenizer: PreTrainedTokenizerBase) -> str:
     """Say that more than half of the first rows have a prompt that is too long, so that they are left out; empty where
     it is fewer, where long prompts are cut instead, and for a task with tools, whose schemas are a part of a prompt."""
+    import jinja2
+
     task = plan.task
     problems = [] if task.truncates_prompts or task.tools else _first_problems(plan)
-    clock = clock_of(tokenizer, date=plan.task_files.date)
+    render = functools.partial(
+        tokenizer.apply_chat_template,
+        add_generation_prompt=True,
+        return_dict=True,
+        **clock_of(tokenizer, date=plan.task_files.date),
+    )
     lengths = []
     for problem in problems:
         messages = [{"role": role, "content": content} for role, content in problem.messages]
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **clock)
-        lengths.append(len(rendered["input_ids"]))
+        try:
+            lengths.append(len(render(messages)["input_ids"]))
+        except (jinja2.TemplateError, *OF_A_PROGRAM):
+            continue  # the template refuses this row alone: the making of the data names it
     too_long = [length for length in lengths if length > task.max_prompt_tokens]
     if 2 * len(too_long) <= len(lengths):
         return ""
@@ -292,11 +301,8 @@ def _facts(plan: RunPlan) -> TemplateFacts:
     facts = examine(tokenizer, conversations=conversations_of(plan), date=plan.task_files.date)
     if facts.problem:
         return facts
-    try:
-        answers, prompts = (sentence(plan, tokenizer=tokenizer) for sentence in (long_truths, long_prompts))
-    except Exception as error:  # the boundary of a tokenizer's own code
-        return replace(facts, unproven=f"the tokens of the first rows were not counted: {first_line(error)}")
-    return replace(facts, long_truths=answers, long_prompts=prompts)
+    about_answers, about_prompts = (count(plan, tokenizer=tokenizer) for count in (long_truths, long_prompts))
+    return replace(facts, long_truths=about_answers, long_prompts=about_prompts)
 
 
 if __name__ == "__main__":

@@ -267,6 +267,20 @@ def test_prompts_most_of_which_are_too_long_are_told(
     assert found == (f"{message}; the longest has 7" if message else "")
 
 
+def test_a_row_that_the_template_refuses_is_left_to_the_making_of_the_data(tmp_path: Path) -> None:
+    model = model_folder(
+        tmp_path / "model", chat("{{ raise_exception('no') if 'nought' in m.content }}{{ m.content }}")
+    )
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"q": "nought", "a": "1"}\n{"q": "n1", "a": "2"}\n')
+    sets = ("task.kind=own", f"task.train_file={data}", "task.prompt=q", "task.truth=a", "task.rewards=[{name: exact}]")
+    sizes = ("task.max_prompt_tokens=4", "model.builtin=null", f"model.path={model}")
+    recipe = load_recipe("arithmetic-tiny-int8", sets=(*sets, *sizes))
+    facts = templates._facts(build_plan(recipe, run_dir=tmp_path / "run", host=HOST))
+    assert facts.problem == ""
+    assert facts.long_prompts.startswith("1 of the first 1 problem have prompts of more than 4 tokens")
+
+
 @pytest.mark.parametrize("content", ["{}", "<!doctype html>", '{"model": 3, "added_tokens": []}'])
 def test_a_tokenizer_that_cannot_be_loaded_is_told(content: str, tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model", GOOD["plain"])

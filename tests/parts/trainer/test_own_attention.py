@@ -95,3 +95,13 @@ def test_a_class_that_gives_no_positions_is_refused(model_type: str) -> None:
         TrainingError, match="Attention attends without the positions that tell sequences of a row apart"
     ):
         model(input_ids=torch.ones(1, 3, dtype=torch.int64), position_ids=torch.arange(3)[None])
+
+
+class AttentionNorm(torch.nn.RMSNorm):
+    """A norm of remote code, whose name says where it stands."""
+
+
+def test_a_norm_that_is_called_attention_is_none() -> None:
+    model = build_unlisted("olmo2", seed=1)
+    model.model.layers[0].input_layernorm = AttentionNorm(8)
+    assert own_attention(model) == ""
