@@ -205,7 +205,8 @@ def sum_up(answers: Sequence[FirstAnswer], *, plan: RunPlan) -> tuple[str, list[
     unweighted = {name for name, reward in plan.task.named_rewards.items() if not reward.weight}
     notes += [
         f"`{name}` gives {values[0]:g} to all {len(values)} answers: where all samples of a prompt earn the same, "
-        "nothing is learned. Look at more answers, then take other problems, or a reward that tells such answers apart"
+        "nothing is learned from it. Look at more answers; if it stays so, and is no penalty that is rightly 0, take "
+        "other problems, or a reward that tells such answers apart"
         for name, values in by_reward.items()
         if name not in unweighted and len(values) >= _ANSWERS_TO_JUDGE and len(set(values)) == 1
     ]

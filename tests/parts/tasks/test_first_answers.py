@@ -191,8 +191,9 @@ def test_a_reward_that_is_the_same_everywhere_is_told(value: float) -> None:
         f"reward {3.5 + value:.3g} on average (exact {value:.3g}, length 3.5, format 0); 1 without a reward; none cut"
     )
     assert notes == [
-        f"`exact` gives {value:g} to all 8 answers: where all samples of a prompt earn the same, nothing is learned. "
-        "Look at more answers, then take other problems, or a reward that tells such answers apart"
+        f"`exact` gives {value:g} to all 8 answers: where all samples of a prompt earn the same, nothing is learned "
+        "from it. Look at more answers; if it stays so, and is no penalty that is rightly 0, take other problems, or a "
+        "reward that tells such answers apart"
     ]
     assert sum_up(answers[:7], plan=plan)[1] == []  # too few to say so
 
